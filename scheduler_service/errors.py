@@ -1,0 +1,63 @@
+"""Errors of the scheduler, each with the gRPC status that the public API answers.
+
+Messages are for people: what was wrong, the value, the limit, what to do.
+"""
+
+from __future__ import annotations
+
+
+class SlotwiseError(Exception):
+    """Base of the errors a caller of the API can get."""
+
+    status = "INTERNAL"
+
+
+class InvalidArgumentError(SlotwiseError):
+    """A request asks for something that cannot be; `field` is its path in the message."""
+
+    status = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.description = message
+
+
+class DuplicateRequestError(SlotwiseError):
+    """A request of the same id waits or runs."""
+
+    status = "ALREADY_EXISTS"
+
+
+class UnknownRequestError(SlotwiseError):
+    """No request of this id waits or runs."""
+
+    status = "NOT_FOUND"
+
+
+class QueueFullError(SlotwiseError):
+    """The queue is at its bound; `retry_after_s` is a guess at when it is worth another try."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(SlotwiseError):
+    """The server drains, starts, or has no working workers."""
+
+    status = "UNAVAILABLE"
+
+
+class DeadlineError(SlotwiseError):
+    """The request's deadline passed."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class CorruptedError(SlotwiseError):
+    """The model gave NaN logits for this request."""
+
+    status = "INTERNAL"

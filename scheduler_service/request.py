@@ -1,0 +1,95 @@
+"""A request as the scheduler knows it: what was asked, where it stands, how it ended."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. Each accepted request ends exactly once."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling of one request, with every default filled in.
+
+    temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 are off; seed is 64 bits, unsigned.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, validated. The first block never changes; the scheduler alone writes the second."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    # Sampling one of these ends the request with STOP; empty when nothing does.
+    end_token_ids: frozenset[int]
+    arrival_ns: int
+    # On the clock of arrival_ns; None: no deadline.
+    deadline_ns: int | None = None
+
+    state: RequestState = RequestState.WAITING
+    arrival_number: int = -1
+    slot: int = -1
+    generated_token_ids: list[int] = field(default_factory=list)
+    admitted_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the sequence, prompt and generated, at which it ends with LENGTH."""
+        return len(self.prompt_token_ids) + self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of a request; first_index counts generated tokens from 0."""
+
+    request_id: str
+    first_index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """The last event of a request. `message` explains DEADLINE and ERROR."""
+
+    request_id: str
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    queue_ns: int
+    prefill_ns: int
+    decode_ns: int
+    time_to_first_token_ns: int
+    matched_token_id: int | None = None
+    message: str = ""
+    # Status of an ERROR: "INTERNAL" or "UNAVAILABLE".
+    status: str = ""
+
+
+Event = TokenEvent | FinishedEvent
