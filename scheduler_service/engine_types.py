@@ -1,0 +1,141 @@
+"""What the engine is told, and what it tells: settings, states and views."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from .counters import Counters
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an engine. Either `worker_addresses` (running workers, in rank order) or
+    `model_dir` (the engine spawns the workers itself) is given."""
+
+    world_size: int = 1
+    # "unix:/path.sock" or "host:port", one per rank; empty: spawn the workers.
+    worker_addresses: tuple[str, ...] = ()
+    model_dir: str = ""
+    # Threads of each spawned worker; 0: cores // world_size, at least 1.
+    num_threads: int = 0
+    # "host:port" for the ranks' rendezvous; empty: a free local port (all workers on this host).
+    rendezvous_address: str = ""
+    num_slots: int = 8
+    # 0: the smaller of the model's limit and 4,096.
+    max_seq_len: int = 0
+    weight_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    max_queue_len: int = 256
+    # Prompt tokens that may wait; 0: no bound but max_queue_len.
+    max_queued_tokens: int = 0
+    max_step_tokens: int = 256
+    max_outstanding: int = 2
+    max_steps_per_command: int = 8
+    run_ahead_window_ns: int = 10_000_000
+    # Silence of a worker, while a message of it is due, after which the group is restarted.
+    worker_timeout_s: float = 30.0
+    # Time a recovery may take before running requests end UNAVAILABLE.
+    recovery_timeout_s: float = 60.0
+
+
+class EngineState(enum.Enum):
+    """SERVING on the readiness name means READY and nothing else."""
+
+    # Loading and warm-up; requests are refused.
+    STARTING = "starting"
+    READY = "ready"
+    # The workers are lost and being restarted; requests queue, running ones wait.
+    RECOVERING = "recovering"
+    # The recovery took too long: all requests have ended; requests are refused; attempts go on.
+    DOWN = "down"
+    # Running requests finish, new ones are refused.
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Progress of one rank's start. total_bytes 0: not known."""
+
+    rank: int
+    stage: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestReport:
+    """One claim of the promise, as a worker checked it at start."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What one rank reported when it was configured."""
+
+    rank: int
+    address: str
+    device: str
+    num_threads: int
+    predicted_memory_bytes: int
+    measured_memory_bytes: int
+    self_tests: tuple[SelfTestReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What all ranks must report alike."""
+
+    num_slots: int
+    max_seq_len: int
+    num_layers: int
+    vocab_size: int
+    fingerprint: str
+    weight_dtype: str
+    kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The configured group. Rises in epoch with each recovery; the geometry stays."""
+
+    epoch: int
+    geometry: Geometry
+    workers: tuple[WorkerReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A slot as it is now. `state` is "free", "prefill" or "decode"; request_id None when free."""
+
+    index: int
+    generation: int
+    state: str
+    request_id: str | None
+    # Tokens computed (confirmed by results), of the prompt and generated.
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is now."""
+
+    num_running: int
+    num_waiting: int
+    num_slots: int
+    # Positions in use in busy slots, of max_total_tokens = num_slots * max_seq_len.
+    num_used_tokens: int
+    max_total_tokens: int
+    # Prompt tokens accepted and not yet computed, waiting requests included.
+    num_pending_prefill_tokens: int
+    counters: Counters
+    rejected_full: int
+    rejected_unavailable: int
+    # Time since the last result while commands are outstanding or a recovery runs; 0 when idle.
+    engine_silence_ns: int
