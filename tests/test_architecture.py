@@ -1,0 +1,111 @@
+"""The rule of dependencies, by the imports in the source.
+
+clients -> protos <- scheduler_service, worker -> protos, and few files -> the native library.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STDLIB_ONLY = {"errors", "request", "request_queue", "slots", "step", "scheduler"}
+PROTO_BORDER = {
+    "scheduler_service": {"server", "worker_pool"},
+    "worker": {"server"},
+}
+NATIVE_USERS = {
+    "attention",
+    "layers",
+    "weights",
+    "sampler",
+    "device",
+    "decoder",
+    "executor",
+    "self_test",
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Full names of what a file imports, inside functions too; relative names made absolute."""
+    package = path.parent.name
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            prefix = f"{package}.{base}".rstrip(".") if node.level else base
+            names.add(prefix)
+            names.update(f"{prefix}.{alias.name}" for alias in node.names)
+    return names
+
+
+def sources(folder: str) -> list[Path]:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files, f"no source in {folder}"
+    return files
+
+
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(path)}
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        ("scheduler_service", {"torch", "worker", "slotwise_client", "slotwise_cli", "numpy"}),
+        ("worker", {"scheduler_service", "slotwise_client", "slotwise_cli"}),
+        (
+            "clients/python/slotwise_client",
+            {"scheduler_service", "worker", "slotwise_cli", "torch"},
+        ),
+        ("clients/cli/slotwise_cli", {"scheduler_service", "worker"}),
+    ],
+)
+def test_a_part_imports_only_what_it_may(folder, forbidden):
+    found = {path.name: roots(path) & forbidden for path in sources(folder)}
+    assert not {name: bad for name, bad in found.items() if bad}
+
+
+def test_the_core_of_the_scheduler_needs_only_the_standard_library():
+    allowed = set(sys.stdlib_module_names) | {"scheduler_service"}
+    for path in sources("scheduler_service"):
+        if path.stem in STDLIB_ONLY:
+            assert roots(path) <= allowed, path
+            own = {
+                n.split(".")[1]
+                for n in imported_modules(path)
+                if n.startswith("scheduler_service.")
+            }
+            assert own <= STDLIB_ONLY, f"{path} leans on the shell: {own - STDLIB_ONLY}"
+            assert "asyncio" not in roots(path), path
+            assert "time" not in roots(path), f"{path}: time comes in as an argument"
+
+
+@pytest.mark.parametrize("folder", ["scheduler_service", "worker"])
+def test_generated_types_stop_at_the_border(folder):
+    for path in sources(folder):
+        messages = {n for n in imported_modules(path) if n.startswith("slotwise.") and "_pb2" in n}
+        assert not messages or path.stem in PROTO_BORDER[folder], f"{path} imports {messages}"
+
+
+def test_few_files_know_the_native_library():
+    users = {p.stem for p in sources("worker") if "worker._native" in imported_modules(p)}
+    assert users <= NATIVE_USERS
+
+
+def test_the_public_proto_never_imports_the_internal_one():
+    public = (ROOT / "protos/slotwise/v1/inference.proto").read_text().splitlines()
+    assert not [line for line in public if line.startswith("import") and "worker" in line]
+
+
+def test_every_kernel_launch_names_its_stream():
+    for path in (ROOT / "native").rglob("*.cu*"):
+        for launch in re.findall(r"<<<(.*?)>>>", path.read_text(), re.S):
+            assert launch.count(",") >= 3, f"{path}: <<<{launch}>>> has no stream"
