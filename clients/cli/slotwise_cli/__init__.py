@@ -1,1 +1,1 @@
-
+"""The `slotwise` command: serve, generate, chat, demo, bench, doctor."""
