@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .request import FinishReason
+
 
 @dataclass(slots=True)
 class Counters:
@@ -24,3 +26,17 @@ class Counters:
     # Time in commands that held a prefill chunk, and in decode-only commands.
     prefill_step_ns: int = 0
     decode_step_ns: int = 0
+
+    def count_end(self, reason: FinishReason) -> None:
+        """One more request ended, for this reason."""
+        match reason:
+            case FinishReason.STOP:
+                self.stop += 1
+            case FinishReason.LENGTH:
+                self.length += 1
+            case FinishReason.CANCELLED:
+                self.cancelled += 1
+            case FinishReason.DEADLINE:
+                self.deadline += 1
+            case FinishReason.ERROR:
+                self.error += 1

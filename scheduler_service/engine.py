@@ -12,11 +12,11 @@ from .engine_types import (
     Load,
     LoadProgress,
     SelfTestReport,
-    SlotView,
     WorkerReport,
 )
 from .request import FinishReason, Request
 from .request_stream import RequestStream
+from .slots import SlotView
 
 __all__ = [
     "Engine",
@@ -66,8 +66,8 @@ class Engine:
     async def start(self) -> None:
         """Spawns (if so configured), configures and warms up the workers; returns when READY.
 
-        Keeps trying while workers cannot be reached. EngineFailedError: a fault that stays, with the
-        worker's own words. Cancelling it (or calling `stop`) gives up cleanly.
+        Keeps trying while workers cannot be reached. EngineFailedError: a fault that stays, with
+        the worker's own words. Cancelling it (or calling `stop`) gives up cleanly.
         """
         raise NotImplementedError
 
@@ -94,8 +94,8 @@ class Engine:
     def stop_request(self, request_id: str, num_tokens: int) -> bool:
         """A stop string was found: ends the request with STOP and num_tokens generated tokens.
 
-        False when it had ended by itself: its FinishedEvent is in the stream. Else the stream's next
-        FinishedEvent is this one; TokenEvents still in the stream before it are to be dropped.
+        False when it had ended by itself: its FinishedEvent is in the stream. Else the stream's
+        next FinishedEvent is this one; TokenEvents still in the stream before it are to be dropped.
         """
         raise NotImplementedError
 

@@ -109,20 +109,6 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotView:
-    """A slot as it is now. `state` is "free", "prefill" or "decode"; request_id None when free."""
-
-    index: int
-    generation: int
-    state: str
-    request_id: str | None
-    # Tokens computed (confirmed by results), of the prompt and generated.
-    num_computed_tokens: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine is now."""
 

@@ -36,7 +36,7 @@ class RequestStream:
         return event
 
     def take_ready(self) -> list[Event]:
-        """Events that are here now, without waiting: lets a reader join several into one message."""
+        """Events that are here now, without waiting: lets a reader join several into one."""
         ready: list[Event] = []
         while not self._ended and not self._events.empty():
             event = self._events.get_nowait()

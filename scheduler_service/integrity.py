@@ -1,0 +1,71 @@
+"""The scheduler's books must balance; this is where they are audited."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .request import RequestState
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+    from .seat import Seat
+
+
+class IntegrityError(Exception):
+    """The scheduler's state contradicts itself: a bug of ours, never of a request."""
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Raises IntegrityError at the first contradiction; changes nothing."""
+    _check_slots(scheduler)
+    _check_requests(scheduler)
+    for seat in scheduler.seats.values():
+        _check_seat(scheduler, seat)
+
+
+def _check_slots(scheduler: Scheduler) -> None:
+    busy = {slot.index: slot for slot in scheduler.table if slot.request_id is not None}
+    if len(busy) + scheduler.table.num_free != len(scheduler.table):
+        raise IntegrityError(
+            f"{len(busy)} busy and {scheduler.table.num_free} free slots of {len(scheduler.table)}"
+        )
+    if busy.keys() != scheduler.seats.keys():
+        raise IntegrityError(f"busy slots {sorted(busy)}, seats {sorted(scheduler.seats)}")
+    for index, seat in scheduler.seats.items():
+        owner = (busy[index].request_id, busy[index].generation)
+        if owner != (seat.request.request_id, seat.generation) or seat.request.slot != index:
+            raise IntegrityError(
+                f"slot {index} holds {owner}, its seat is of request {seat.request.request_id!r}, "
+                f"generation {seat.generation}, slot {seat.request.slot}"
+            )
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    waiting = [request.request_id for request in scheduler.queue]
+    running = [seat.request.request_id for seat in scheduler.seats.values()]
+    if sorted(waiting + running) != sorted(scheduler.requests):
+        raise IntegrityError(
+            f"{len(waiting)} requests wait and {len(running)} run, {len(scheduler.requests)} live"
+        )
+    if any(request.state is not RequestState.WAITING for request in scheduler.queue):
+        raise IntegrityError("a request in the queue is not in state WAITING")
+
+
+def _check_seat(scheduler: Scheduler, seat: Seat) -> None:
+    request = seat.request
+    name = f"slot {seat.slot}, request {request.request_id!r}"
+    if request.state not in (RequestState.PREFILL, RequestState.DECODE):
+        raise IntegrityError(f"{name}: in a slot, yet {request.state.value}")
+    num_generated = len(request.generated_token_ids)
+    if not num_generated <= seat.num_generated_planned <= request.max_new_tokens:
+        raise IntegrityError(
+            f"{name}: {num_generated} tokens known, {seat.num_generated_planned} planned, "
+            f"the limit is {request.max_new_tokens}"
+        )
+    in_flight = any(
+        (row.slot, row.generation) == (seat.slot, seat.generation)
+        for step in scheduler.outstanding
+        for row in step.rows
+    )
+    if not in_flight and not seat.num_prefill_left and not seat.num_decode_left:
+        raise IntegrityError(f"{name}: makes no progress, nothing is planned and nothing in flight")

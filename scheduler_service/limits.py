@@ -1,0 +1,61 @@
+"""What the scheduler must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import InvalidArgumentError
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the scheduler. ValueError, naming field, value and bound, when one cannot hold."""
+
+    num_slots: int
+    max_seq_len: int
+    # Rows (tokens) of one forward, decode rows included.
+    max_step_tokens: int = 256
+    max_queue_len: int = 256
+    # Prompt tokens that may wait; 0: no bound.
+    max_queued_tokens: int = 0
+    # Commands that may be in flight. 1: no run-ahead.
+    max_outstanding: int = 2
+    # Decode steps in one command, and the time they should fill.
+    max_steps_per_command: int = 8
+    run_ahead_window_ns: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "max_queue_len", "max_outstanding", "max_steps_per_command"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
+        if self.max_seq_len < 2:
+            raise ValueError(
+                f"max_seq_len is {self.max_seq_len}; at least 2 is needed, "
+                "a prompt token and a generated one"
+            )
+        if self.max_step_tokens < self.num_slots:
+            raise ValueError(
+                f"max_step_tokens is {self.max_step_tokens}; at least num_slots "
+                f"({self.num_slots}) is needed, a decode row for each"
+            )
+        if self.max_queued_tokens < 0 or self.run_ahead_window_ns < 0:
+            raise ValueError(
+                f"max_queued_tokens is {self.max_queued_tokens} and run_ahead_window_ns is "
+                f"{self.run_ahead_window_ns}; neither may be negative"
+            )
+
+    def check(self, request: Request) -> None:
+        """InvalidArgumentError when the request could never run."""
+        if not request.prompt_token_ids:
+            raise InvalidArgumentError("input", "the prompt is empty; at least 1 token is needed")
+        if request.max_new_tokens < 1:
+            raise InvalidArgumentError(
+                "max_new_tokens", f"is {request.max_new_tokens}; at least 1 is needed"
+            )
+        if request.max_len > self.max_seq_len:
+            raise InvalidArgumentError(
+                "max_new_tokens",
+                f"{len(request.prompt_token_ids)} prompt tokens and {request.max_new_tokens} new "
+                f"ones are {request.max_len}, the context holds {self.max_seq_len}",
+            )

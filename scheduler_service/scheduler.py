@@ -1,0 +1,297 @@
+"""The scheduler: who waits, who sits in which slot, what the next command is.
+
+Pure: no I/O, no clock, no asyncio. The engine calls `expire`, `plan_step` and `apply_result`; time
+comes in as an argument, on the clock of Request.arrival_ns.
+
+Policy: strict first come, first served. Each command carries a decode row for every request whose
+prompt is planned, then prefill chunks in order of admission up to max_step_tokens. Commands are
+planned ahead of the results (seat.py says why that is safe); a result for a slot's former tenant is
+known by its generation and dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .counters import Counters
+from .deadlines import Deadlines
+from .errors import DuplicateRequestError, UnknownRequestError
+from .finished import finished_event
+from .integrity import check_integrity
+from .limits import Limits
+from .outstanding import Outstanding, PlannedRow, ResultError
+from .pace import StepPace
+from .request import Event, FinishedEvent, FinishReason, Request, RequestState, TokenEvent
+from .request_queue import RequestQueue
+from .seat import Seat
+from .service_time import ServiceTime
+from .slots import Slot, SlotTable, SlotView
+from .step import RowResult, StepCommand, StepResult
+from .step_plan import plan_rows
+
+__all__ = ["Limits", "ResultError", "Scheduler"]
+
+# Message and status of a request whose row is corrupted.
+_CORRUPTED = ("the model gave logits that are no numbers for this request", "INTERNAL")
+
+
+class Scheduler:
+    """The only owner of the queue, of the slot table and of every request's state."""
+
+    def __init__(self, limits: Limits, counters: Counters | None = None) -> None:
+        """`counters` goes on counting from a former scheduler's."""
+        self.limits = limits
+        self.counters = counters or Counters()
+        self.queue = RequestQueue(limits.max_queue_len, limits.max_queued_tokens)
+        self.table = SlotTable(limits.num_slots)
+        # By slot, in order of admission.
+        self.seats: dict[int, Seat] = {}
+        # Every live request, waiting or running.
+        self.requests: dict[str, Request] = {}
+        self.outstanding: deque[Outstanding] = deque()
+        self._deadlines = Deadlines()
+        self._pace = StepPace(limits.run_ahead_window_ns, limits.max_steps_per_command)
+        self._service_time = ServiceTime()
+        self._epoch = 1
+        self._next_step_id = 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits and nothing runs; late results may still be due."""
+        return not self.requests
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When `expire` may next have something to do; None: not before another submit."""
+        return self._deadlines.next_ns
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Positions computed in busy slots."""
+        return sum(seat.num_computed for seat in self.seats.values())
+
+    @property
+    def num_pending_prefill_tokens(self) -> int:
+        """Tokens accepted and not yet computed, those of waiting requests included."""
+        running = sum(seat.num_pending_prefill for seat in self.seats.values())
+        return self.queue.num_tokens + running
+
+    def submit(self, request: Request) -> int:
+        """Queues a request; returns how many wait before it beyond the slots that are free.
+
+        DuplicateRequestError, QueueFullError; InvalidArgumentError when it can never run.
+        """
+        if request.request_id in self.requests:
+            raise DuplicateRequestError(
+                f"a request of id {request.request_id!r} waits or runs; "
+                "choose another id or wait for its end"
+            )
+        self.limits.check(request)
+        spare = self.table.num_free
+        retry_after_s = self._service_time.retry_after_s(len(self.table))
+        self.queue.push(request, spare, retry_after_s)
+        self.requests[request.request_id] = request
+        if request.deadline_ns is not None:
+            self._deadlines.add(request.request_id, request.deadline_ns)
+        self.counters.accepted += 1
+        self.counters.num_prompt_tokens += len(request.prompt_token_ids)
+        return max(0, len(self.queue) - 1 - spare)
+
+    def cancel(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        now_ns: int,
+        message: str = "",
+        status: str = "",
+    ) -> FinishedEvent:
+        """Ends a request at once, in whatever phase. UnknownRequestError when it has ended already.
+
+        Its slot is free for the next command. `status` is given with reason ERROR.
+        """
+        return self._finish(self._live(request_id), reason, now_ns, message=message, status=status)
+
+    def stop(self, request_id: str, num_tokens: int, now_ns: int) -> FinishedEvent:
+        """Ends a request with STOP and num_tokens tokens, for its text holds a stop string.
+
+        UnknownRequestError when it has ended already; ValueError unless num_tokens were released.
+        """
+        request = self._live(request_id)
+        if not 0 <= num_tokens <= len(request.generated_token_ids):
+            raise ValueError(
+                f"request {request_id!r} cannot stop at {num_tokens} tokens, "
+                f"{len(request.generated_token_ids)} were released"
+            )
+        return self._finish(request, FinishReason.STOP, now_ns, num_generated=num_tokens)
+
+    def expire(self, now_ns: int) -> list[Event]:
+        """Ends every request whose deadline is at or before now. Call it before `plan_step`."""
+        return [
+            self._finish(
+                self.requests[request_id], FinishReason.DEADLINE, now_ns, message="deadline passed"
+            )
+            for request_id in self._deadlines.due(now_ns)
+        ]
+
+    def plan_step(self, now_ns: int) -> StepCommand | None:
+        """The next command, to be sent to every rank; None when there is nothing to send now."""
+        if len(self.outstanding) >= self.limits.max_outstanding:
+            return None
+        self._admit(now_ns)
+        plan = plan_rows(self.seats.values(), self.limits.max_step_tokens, self._pace)
+        if plan is None:
+            return None
+        command = StepCommand(self._epoch, self._next_step_id, plan.num_steps, tuple(plan.rows))
+        self._next_step_id += 1
+        self.outstanding.append(
+            Outstanding(command.epoch, command.step_id, tuple(plan.planned), plan.has_prefill)
+        )
+        return command
+
+    def apply_result(self, result: StepResult, now_ns: int) -> list[Event]:
+        """Takes the result of the oldest outstanding command; returns what its requests are told.
+
+        ResultError, with nothing changed, when the result does not answer that command.
+        """
+        if not self.outstanding:
+            raise ResultError(f"result of step {result.step_id} came, no command is outstanding")
+        step = self.outstanding[0]
+        step.check(result, self._is_stopped)
+        self.outstanding.popleft()
+        self._count_step(step, result)
+        events: list[Event] = []
+        for planned, row in zip(step.rows, result.rows, strict=True):
+            seat = self._seat_of(planned)
+            if seat is not None:
+                seat.num_computed += planned.num_prefill or len(row.token_ids)
+                events += self._apply_row(seat.request, row, now_ns)
+        return events
+
+    def rebuild(self, epoch: int, next_step_id: int) -> None:
+        """The workers start anew, with empty slots: forgets what is outstanding and prefills again
+        every running request, in its slot, from its prompt and the tokens it has."""
+        self._epoch = epoch
+        self._next_step_id = next_step_id
+        self.outstanding.clear()
+        for seat in self.seats.values():
+            seat.restart(self.table.renew(seat.slot).generation)
+
+    def slot_views(self) -> list[SlotView]:
+        """All slots, in order of index."""
+        return [self._slot_view(slot) for slot in self.table]
+
+    def check_integrity(self) -> None:
+        """IntegrityError, naming slot and request, when the books do not balance: a bug of ours."""
+        check_integrity(self)
+
+    def _slot_view(self, slot: Slot) -> SlotView:
+        seat = self.seats.get(slot.index)
+        if seat is None:
+            return SlotView(slot.index, slot.generation, "free", None, 0, 0, 0)
+        request = seat.request
+        return SlotView(
+            slot.index,
+            slot.generation,
+            request.state.value,
+            request.request_id,
+            seat.num_computed,
+            len(request.prompt_token_ids),
+            len(request.generated_token_ids),
+        )
+
+    def _live(self, request_id: str) -> Request:
+        request = self.requests.get(request_id)
+        if request is None:
+            raise UnknownRequestError(f"no request of id {request_id!r} waits or runs")
+        return request
+
+    def _seat_of(self, planned: PlannedRow) -> Seat | None:
+        seat = self.seats.get(planned.slot)
+        return seat if seat is not None and seat.generation == planned.generation else None
+
+    def _is_stopped(self, planned: PlannedRow, row: RowResult) -> bool:
+        seat = self._seat_of(planned)
+        return seat is None or (
+            bool(row.token_ids) and row.token_ids[-1] in seat.request.end_token_ids
+        )
+
+    def _admit(self, now_ns: int) -> None:
+        while self.queue and self.table.num_free:
+            request = self.queue.pop()
+            slot = self.table.take(request.request_id)
+            request.state = RequestState.PREFILL
+            request.slot = slot.index
+            request.admitted_ns = now_ns
+            self.seats[slot.index] = Seat(
+                request, slot.index, slot.generation, request.prompt_token_ids
+            )
+
+    def _count_step(self, step: Outstanding, result: StepResult) -> None:
+        if step.has_prefill:
+            self.counters.num_steps += 1
+            self.counters.prefill_step_ns += result.duration_ns
+            return
+        num_steps = max(len(row.token_ids) for row in result.rows)
+        self.counters.num_steps += num_steps
+        self.counters.decode_step_ns += result.duration_ns
+        if num_steps:
+            self._pace.observe(result.duration_ns, num_steps)
+
+    def _apply_row(self, request: Request, row: RowResult, now_ns: int) -> list[Event]:
+        if row.corrupted:
+            return [self.cancel(request.request_id, FinishReason.ERROR, now_ns, *_CORRUPTED)]
+        if not row.token_ids:
+            return []
+        first_index = len(request.generated_token_ids)
+        matched = self._append_tokens(request, row.token_ids)
+        if request.first_token_ns is None:
+            request.first_token_ns = now_ns
+        request.last_token_ns = now_ns
+        request.state = RequestState.DECODE
+        new = tuple(request.generated_token_ids[first_index:])
+        self.counters.num_generated_tokens += len(new)
+        events: list[Event] = [TokenEvent(request.request_id, first_index, new)]
+        if matched is not None:
+            events.append(self._finish(request, FinishReason.STOP, now_ns, matched=matched))
+        elif len(request.generated_token_ids) == request.max_new_tokens:
+            events.append(self._finish(request, FinishReason.LENGTH, now_ns))
+        return events
+
+    @staticmethod
+    def _append_tokens(request: Request, token_ids: tuple[int, ...]) -> int | None:
+        """Appends up to the first end id, that one included, and returns it."""
+        for token_id in token_ids:
+            request.generated_token_ids.append(token_id)
+            if token_id in request.end_token_ids:
+                return token_id
+        return None
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now_ns: int,
+        *,
+        matched: int | None = None,
+        num_generated: int | None = None,
+        message: str = "",
+        status: str = "",
+    ) -> FinishedEvent:
+        self._release(request, now_ns)
+        request.state = RequestState.FINISHED
+        self.counters.count_end(reason)
+        if num_generated is None:
+            num_generated = len(request.generated_token_ids)
+        return finished_event(request, reason, num_generated, now_ns, matched, message, status)
+
+    def _release(self, request: Request, now_ns: int) -> None:
+        del self.requests[request.request_id]
+        self._deadlines.discard(request.request_id)
+        if request.state is RequestState.WAITING:
+            self.queue.remove(request.request_id)
+            return
+        del self.seats[request.slot]
+        self.table.release(request.slot)
+        request.slot = -1
+        if request.admitted_ns is not None:
+            self._service_time.observe(now_ns - request.admitted_ns)
