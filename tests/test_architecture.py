@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 STDLIB_ONLY = {"errors", "request", "request_queue", "slots", "step", "scheduler"}
 PROTO_BORDER = {
-    "scheduler_service": {"server", "worker_pool"},
+    "scheduler_service": {"server", "messages", "worker_pool"},
     "worker": {"server"},
 }
 NATIVE_USERS = {
