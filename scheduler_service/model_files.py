@@ -1,0 +1,150 @@
+"""What the front needs of a checkpoint folder besides its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .json_file import JsonFile, ModelFilesError
+from .sampling_defaults import SamplingDefaults, read_sampling_defaults
+
+SPECIAL_TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A checkpoint as its small files describe it."""
+
+    name: str
+    model_type: str
+    architectures: tuple[str, ...]
+    # Size of the logits; every token id is below it.
+    vocab_size: int
+    # None: config.json does not say.
+    max_position_embeddings: int | None
+    # Union of the end ids of tokenizer_config.json, config.json and generation_config.json, rising.
+    end_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    default_sampling: SamplingDefaults
+    # What generation_config.json asks for and this server does not do; for the log.
+    unapplied: tuple[str, ...]
+    # None: the checkpoint has none, and chat is refused.
+    chat_template: str | None
+    # Texts of bos_token, eos_token and so on: variables of the chat template.
+    special_tokens: dict[str, str]
+
+
+def read_model_info(
+    folder: Path, served_name: str, token_id: Callable[[str], int | None]
+) -> ModelInfo:
+    """Reads config.json, generation_config.json, tokenizer_config.json and the chat template.
+
+    token_id gives the id of a special token's text, None when the tokenizer lacks it. served_name
+    "" means the folder's name. ModelFilesError names file, key and value.
+    """
+    if not folder.is_dir():
+        raise ModelFilesError(f"{folder}: no such model folder")
+    config = JsonFile.read(folder / "config.json")
+    generation = JsonFile.read_optional(folder / "generation_config.json")
+    tokenizer = JsonFile.read_optional(folder / "tokenizer_config.json")
+    model_type, vocab_size = config.string("model_type"), config.integer("vocab_size", 1)
+    if model_type is None:
+        raise config.wrong("model_type", "a string")
+    if vocab_size is None:
+        raise config.wrong("vocab_size", "an integer of at least 1")
+    sampling, unapplied = read_sampling_defaults(generation)
+    return ModelInfo(
+        name=served_name or folder.resolve().name,
+        model_type=model_type,
+        architectures=config.strings("architectures"),
+        vocab_size=vocab_size,
+        max_position_embeddings=config.integer("max_position_embeddings", 1),
+        end_token_ids=_end_token_ids(config, generation, tokenizer, vocab_size, token_id),
+        bos_token_id=_bos_token_id(config, tokenizer, vocab_size, token_id),
+        default_sampling=sampling,
+        unapplied=unapplied,
+        chat_template=_chat_template(folder, tokenizer),
+        special_tokens=_special_tokens(tokenizer),
+    )
+
+
+def _end_token_ids(
+    config: JsonFile,
+    generation: JsonFile,
+    tokenizer: JsonFile,
+    vocab_size: int,
+    token_id: Callable[[str], int | None],
+) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for file in (config, generation):
+        found = file.token_ids("eos_token_id")
+        if any(i >= vocab_size for i in found):
+            raise file.wrong("eos_token_id", f"below the vocabulary size {vocab_size}")
+        ids.update(found)
+    own = _special_token_id(tokenizer, "eos_token", vocab_size, token_id)
+    if own is not None:
+        ids.add(own)
+    return tuple(sorted(ids))
+
+
+def _bos_token_id(
+    config: JsonFile,
+    tokenizer: JsonFile,
+    vocab_size: int,
+    token_id: Callable[[str], int | None],
+) -> int | None:
+    own = _special_token_id(tokenizer, "bos_token", vocab_size, token_id)
+    if own is not None:
+        return own
+    ids = config.token_ids("bos_token_id")
+    if len(ids) > 1 or any(i >= vocab_size for i in ids):
+        raise config.wrong("bos_token_id", f"one id below the vocabulary size {vocab_size}")
+    return ids[0] if ids else None
+
+
+def _special_token_id(
+    tokenizer: JsonFile, key: str, vocab_size: int, token_id: Callable[[str], int | None]
+) -> int | None:
+    text = tokenizer.token_text(key)
+    if text is None:
+        return None
+    found = token_id(text)
+    if found is None or found >= vocab_size:
+        raise tokenizer.wrong(
+            key, f"a token of tokenizer.json below the vocabulary size {vocab_size}"
+        )
+    return found
+
+
+def _special_tokens(tokenizer: JsonFile) -> dict[str, str]:
+    texts = {key: tokenizer.token_text(key) for key in SPECIAL_TOKEN_KEYS}
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+def _chat_template(folder: Path, tokenizer: JsonFile) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json; of several named ones, "default"."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFilesError(f"{file}: cannot be read: {error}") from error
+    value = tokenizer.raw("chat_template")
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        named = {str(item["name"]): str(item["template"]) for item in value}
+    except (TypeError, KeyError):
+        raise tokenizer.wrong("chat_template", "a template or a list of named ones") from None
+    if "default" not in named:
+        raise tokenizer.wrong("chat_template", 'a list with one named "default"')
+    return named["default"]

@@ -1,0 +1,93 @@
+"""The checkpoint's tokenizer: text to ids, with or without control tokens, and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from .detokenizer import Detokenizer, decode
+from .json_file import JsonFile, ModelFilesError
+from .token_bytes import TokenBytes
+
+# A normalizer composes at most this many characters into one.
+MAX_SHRINK = 4
+
+
+class Tokenizer:
+    """Immutable, and safe to use from several threads: encoding lets other threads run.
+
+    A control token is an added token of tokenizer.json (a piece of markup such as <|im_end|>),
+    blank ones aside. Typed by a user it is plain text, unless the caller says otherwise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads tokenizer.json; ModelFilesError when it is missing, malformed or not supported."""
+        file = JsonFile.read(path)
+        added = file.raw("added_tokens") or []
+        self._markup = _build(path, file, added)
+        self._plain = _build(path, file, [token for token in added if not _is_control(token)])
+        controls = [token for token in added if _is_control(token)]
+        self.control_texts = frozenset(str(token["content"]) for token in controls)
+        self.special_texts = frozenset(str(t["content"]) for t in controls if t.get("special"))
+        special_ids = frozenset(int(token["id"]) for token in added if token.get("special"))
+        self.tokens = TokenBytes(file.raw("decoder"), self._markup.id_to_token, special_ids)
+        vocabulary = self._markup.get_vocab(with_added_tokens=True)
+        self._longest = max(map(len, vocabulary), default=1)
+        self._check_plain(path, (file.raw("model") or {}).get("unk_token"))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its exact text."""
+        found: int | None = self._markup.token_to_id(text)
+        return found
+
+    def encode(
+        self, text: str, *, parse_control_tokens: bool = False, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Ids of a text. Blocks: about a second for 5 MB, without holding the interpreter's lock.
+
+        parse_control_tokens: control tokens written in the text become their ids.
+        add_special_tokens: the checkpoint's own frame (often a begin token) is put around.
+        """
+        chosen = self._markup if parse_control_tokens else self._plain
+        # The batch call, unlike encode, releases the lock and computes no offsets.
+        (encoding,) = chosen.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], *, keep_control_tokens: bool = False) -> str:
+        return decode(self.tokens, token_ids, keep_control=keep_control_tokens)
+
+    def detokenizer(self, *, at_text_start: bool) -> Detokenizer:
+        return Detokenizer(self.tokens, at_text_start=at_text_start)
+
+    def surely_exceeds(self, text: str, num_tokens: int) -> bool:
+        """True when no tokenization of the text has num_tokens tokens or fewer. Costs nothing."""
+        return len(text) > num_tokens * self._longest * MAX_SHRINK
+
+    def _check_plain(self, path: Path, unknown_token: str | None) -> None:
+        for text in self.special_texts - {unknown_token}:
+            if self.token_id(text) in self.encode(text):
+                raise ModelFilesError(
+                    f"{path}: the plain text {text!r} would still become the control id "
+                    f"{self.token_id(text)}; users' text could not be kept from being markup"
+                )
+
+
+def _is_control(token: dict[str, Any]) -> bool:
+    return bool(re.search(r"\S", str(token["content"])))
+
+
+def _build(path: Path, file: JsonFile, added: list[dict[str, Any]]) -> tokenizers.Tokenizer:
+    keys = ("version", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
+    values = {key: file.raw(key) for key in keys}
+    # The server decides lengths itself: truncation and padding of the file are not used.
+    values |= {"added_tokens": added, "truncation": None, "padding": None}
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(values))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelFilesError(f"{path}: not a usable tokenizer: {error}") from error
