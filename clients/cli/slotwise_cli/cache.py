@@ -10,6 +10,10 @@ from pathlib import Path
 Progress = Callable[[str, int, int], None]
 
 
+def no_progress(stage: str, done: int, total: int) -> None:
+    """A Progress that shows nothing."""
+
+
 def cache_dir() -> Path:
     """`$SLOTWISE_CACHE`, else `$XDG_CACHE_HOME/slotwise`, else `~/.cache/slotwise`."""
     own = os.environ.get("SLOTWISE_CACHE")

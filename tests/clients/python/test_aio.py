@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+from clients.scripted_server import SERVICE, WORDS, bad_field, queue_full
+from grpc_health.v1 import health_pb2
+
+from slotwise_client import (
+    Accepted,
+    AsyncClient,
+    Chat,
+    DeadlineError,
+    Delta,
+    Finished,
+    Health,
+    InvalidArgumentError,
+    QueueFullError,
+    SlotState,
+    UnavailableError,
+)
+
+TIMEOUT_S = 20
+
+
+@pytest.fixture
+async def client(served):
+    async with AsyncClient(served.address) as connected:
+        yield connected
+
+
+async def ended(served) -> bool:
+    return await asyncio.to_thread(served.script.ended.wait, TIMEOUT_S)
+
+
+async def test_a_stream_is_accepted_then_deltas_then_finished(client):
+    events = [event async for event in client.generate("x", timeout=TIMEOUT_S)]
+    assert isinstance(events[0], Accepted)
+    assert "".join(event.text for event in events[1:-1]) == "".join(WORDS)
+    assert isinstance(events[-1], Finished)
+
+
+async def test_many_streams_at_once(client):
+    async def text(i: int) -> tuple[str, str]:
+        stream = client.chat("q", request_id=f"r{i}", timeout=TIMEOUT_S)
+        deltas = [event async for event in stream if isinstance(event, Delta)]
+        return deltas[0].request_id, "".join(delta.text for delta in deltas)
+
+    answers = await asyncio.gather(*(text(i) for i in range(8)))
+    assert answers == [(f"r{i}", "".join(WORDS)) for i in range(8)]
+
+
+async def test_dropping_the_stream_cancels_the_call(served, client):
+    served.script.blocked = True
+    async for event in client.generate("x", timeout=TIMEOUT_S):
+        if isinstance(event, Delta):
+            break
+    gc.collect()
+    assert await ended(served)
+
+
+async def test_close_ends_the_iteration(served, client):
+    served.script.blocked = True
+    events = []
+    async with client.generate("x", timeout=TIMEOUT_S) as stream:
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, Delta):
+                stream.close()
+    assert [type(event) for event in events] == [Accepted, Delta]
+    assert await ended(served)
+
+
+async def test_close_from_another_task_ends_the_iteration(served, client):
+    served.script.blocked = True
+    stream = client.generate("x", timeout=TIMEOUT_S)
+
+    async def collect() -> list:
+        return [event async for event in stream]
+
+    reader = asyncio.create_task(collect())
+    assert await asyncio.to_thread(served.script.first_delta.wait, TIMEOUT_S)
+    stream.close()
+    assert len(await asyncio.wait_for(reader, TIMEOUT_S)) <= 2
+
+
+async def test_cancelling_the_reading_task_cancels_the_call(served, client):
+    served.script.blocked = True
+
+    async def collect() -> list:
+        return [event async for event in client.generate("x", timeout=TIMEOUT_S)]
+
+    reader = asyncio.create_task(collect())
+    assert await asyncio.to_thread(served.script.first_delta.wait, TIMEOUT_S)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert await ended(served)
+
+
+async def test_the_small_calls(served, client):
+    assert (await client.complete("x", timeout=TIMEOUT_S)).text == "".join(WORDS)
+    assert await client.tokenize("ab") == [97, 98]
+    assert await client.detokenize([99, 100]) == "cd"
+    assert (await client.render_chat(Chat.of("q"))).token_ids == (1, 2)
+    assert (await client.model_info()).name == "script"
+    assert (await client.server_info()).version == "9.9"
+    assert (await client.load()).prefill_step_ns == 7
+    assert (await client.slots())[1].state is SlotState.DECODE
+    await client.cancel("some")
+    assert served.script.requests[-1].request_id == "some"
+
+
+async def test_errors_are_the_same_as_of_the_synchronous_client(served, client):
+    served.script.error = bad_field("text", "is empty")
+    with pytest.raises(InvalidArgumentError) as refused:
+        [event async for event in client.generate("", timeout=TIMEOUT_S)]
+    assert refused.value.field == "text"
+    served.script.error = queue_full(2, 0)
+    with pytest.raises(QueueFullError) as full:
+        await client.complete("x", timeout=TIMEOUT_S)
+    assert full.value.retry_after == 2
+
+
+async def test_no_server_names_the_address():
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            await client.model_info(timeout=TIMEOUT_S)
+
+
+async def test_health_and_waiting(served, client):
+    assert await client.health() is Health.SERVING
+    assert await client.health("nothing") is Health.UNKNOWN_SERVICE
+    await client.wait_ready(TIMEOUT_S)
+    served.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    with pytest.raises(DeadlineError, match=r"not ready after 0\.2 s"):
+        await client.wait_ready(0.2)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slotwise.v1 import inference_pb2 as pb
+from slotwise_client import Chat, InvalidArgumentError, Message
+from slotwise_client._requests import chat_message, detokenize_request, generate_request
+from slotwise_client.types import GenerateOptions
+
+
+def test_text_ids_and_chat_choose_their_member_of_the_input():
+    assert generate_request("", {}).WhichOneof("input") == "text"
+    assert generate_request([], {}).WhichOneof("input") == "token_ids"
+    assert generate_request(Chat.of("hi"), {}).WhichOneof("input") == "chat"
+    assert list(generate_request((3, 1, 2), {}).token_ids.ids) == [3, 1, 2]
+
+
+def test_what_is_left_out_stays_unset():
+    request = generate_request("x", {})
+    assert not request.HasField("sampling")
+    assert request == pb.GenerateRequest(text="x")
+
+
+def test_zero_is_sent_and_is_not_unset():
+    request = generate_request("x", {"temperature": 0, "top_k": 0, "seed": 0, "max_new_tokens": 0})
+    for name in ("temperature", "top_k", "seed"):
+        assert request.sampling.HasField(name)
+    assert request.HasField("max_new_tokens")
+    assert not request.sampling.HasField("top_p")
+
+
+def test_every_option_reaches_its_field():
+    options: GenerateOptions = {
+        "request_id": "r",
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": -1,
+        "min_p": 0.125,
+        "seed": 2**64 - 1,
+        "max_new_tokens": 9,
+        "stop": ["a", "b"],
+        "stop_token_ids": [4, 5],
+        "ignore_eos": True,
+        "include_stop_in_output": True,
+        "parse_control_tokens": True,
+        "omit_text": True,
+    }
+    assert options.keys() == GenerateOptions.__annotations__.keys()
+    sampling = pb.SamplingParams(temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, seed=2**64 - 1)
+    assert generate_request("x", options) == pb.GenerateRequest(
+        text="x",
+        request_id="r",
+        sampling=sampling,
+        max_new_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+        include_stop_in_output=True,
+        parse_control_tokens=True,
+        omit_text=True,
+    )
+
+
+def test_the_options_are_all_that_the_protocol_has():
+    inputs = {"text", "token_ids", "chat"}
+    fields = {f.name for f in pb.GenerateRequest.DESCRIPTOR.fields} - inputs - {"sampling"}
+    fields |= {f.name for f in pb.SamplingParams.DESCRIPTOR.fields}
+    assert GenerateOptions.__annotations__.keys() == fields
+
+
+def test_an_unknown_option_is_refused_by_name():
+    with pytest.raises(TypeError, match="'max_tokens'"):
+        generate_request("x", {"max_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"top_k": 2**40}, "sampling.top_k"),
+        ({"seed": -1}, "sampling.seed"),
+        ({"temperature": "hot"}, "sampling.temperature"),
+        ({"max_new_tokens": -3}, "max_new_tokens"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids"),
+        ({"stop": "END"}, "stop"),
+    ],
+)
+def test_a_value_its_field_cannot_hold_is_refused_with_the_field(options, field):
+    with pytest.raises(InvalidArgumentError) as caught:
+        generate_request("x", options)
+    assert caught.value.field == field
+
+
+def test_bad_ids_name_their_field():
+    with pytest.raises(InvalidArgumentError) as caught:
+        generate_request([1, -1], {})
+    assert caught.value.field == "token_ids.ids"
+    with pytest.raises(InvalidArgumentError):
+        detokenize_request([2**32], keep_control_tokens=False)
+
+
+def test_a_chat_keeps_roles_absent_content_and_template_arguments():
+    chat = Chat(
+        [Message("system", ""), Message("user", "q"), Message("assistant")],
+        omit_generation_prompt=True,
+        template_kwargs={"enable_thinking": False},
+    )
+    message = chat_message(chat)
+    assert [turn.role for turn in message.messages] == ["system", "user", "assistant"]
+    assert [turn.HasField("content") for turn in message.messages] == [True, True, False]
+    assert message.omit_generation_prompt
+    assert json.loads(message.template_kwargs_json) == {"enable_thinking": False}
+
+
+def test_a_system_message_goes_before_a_conversation():
+    chat = Chat.of([Message("user", "a"), Message("assistant", "b")], system="s")
+    assert [turn.role for turn in chat.messages] == ["system", "user", "assistant"]
