@@ -36,6 +36,9 @@ class Tokenizer:
         self.special_texts = frozenset(str(t["content"]) for t in controls if t.get("special"))
         special_ids = frozenset(int(token["id"]) for token in added if token.get("special"))
         self.tokens = TokenBytes(file.raw("decoder"), self._markup.id_to_token, special_ids)
+        # Only for control tokens that are declared to match in normalized text.
+        normalizes = any(token.get("normalized") for token in controls)
+        self._normalizer = self._markup.normalizer if normalizes else None
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
         self._longest = max(map(len, vocabulary), default=1)
         self._check_plain(path, (file.raw("model") or {}).get("unk_token"))
@@ -64,6 +67,10 @@ class Tokenizer:
 
     def detokenizer(self, *, at_text_start: bool) -> Detokenizer:
         return Detokenizer(self.tokens, at_text_start=at_text_start)
+
+    def normalize(self, text: str) -> str:
+        """The text in which control tokens are looked for: as it is, for nearly all tokenizers."""
+        return self._normalizer.normalize_str(text) if self._normalizer else text
 
     def surely_exceeds(self, text: str, num_tokens: int) -> bool:
         """True when no tokenization of the text has num_tokens tokens or fewer. Costs nothing."""

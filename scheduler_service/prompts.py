@@ -1,0 +1,195 @@
+"""Any input to prompt token ids, off the event loop when it is big."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from .chat_template import ChatTemplate
+from .errors import InvalidArgumentError
+from .generate_call import ChatInput, ChatMessage, IdsInput, Input, TextInput
+from .tokenizer import Tokenizer
+from .typed_text import TypedText, control_pattern
+
+T = TypeVar("T")
+
+# Up to here the work takes about a millisecond, less than a thread's round trip is worth.
+INLINE_CHARS = 4096
+SERVER_VARIABLES = ("messages", "add_generation_prompt")
+
+
+class PromptReader:
+    """Tokenizes texts and renders chats as the checkpoint's makers do."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._vocab_size = vocab_size
+        self._controls = control_pattern(tokenizer.control_texts)
+        self._special = control_pattern(tokenizer.special_texts)
+
+    async def prompt(self, source: Input, max_tokens: int) -> list[int]:
+        """Prompt ids, at least one and at most max_tokens, all in the vocabulary.
+
+        InvalidArgumentError names the field, the value and the limit.
+        """
+        match source:
+            case IdsInput(ids):
+                self.check_ids(ids, "token_ids.ids")
+                found, field = list(ids), "token_ids.ids"
+            case TextInput(text, parse):
+                self._refuse_huge(text, max_tokens, "text")
+                found, field = await self.tokenize(text, parse), "text"
+            case ChatInput():
+                _, found = await self.render_chat(source, max_tokens)
+                field = "chat"
+        if not found:
+            raise InvalidArgumentError(field, "is empty; a prompt has at least one token")
+        if len(found) > max_tokens:
+            raise InvalidArgumentError(
+                field,
+                f"the prompt has {len(found)} tokens; the context of {max_tokens + 1} leaves room "
+                f"for {max_tokens} and one generated token",
+            )
+        return found
+
+    async def tokenize(self, text: str, parse_control_tokens: bool) -> list[int]:
+        """Ids of a raw text, with the checkpoint's frame around it."""
+        ids = await _in_thread_if_big(
+            len(text),
+            lambda: self._tokenizer.encode(
+                text, parse_control_tokens=parse_control_tokens, add_special_tokens=True
+            ),
+        )
+        self.check_ids(ids, "text")
+        return ids
+
+    async def render_chat(
+        self, chat: ChatInput, max_tokens: int | None = None
+    ) -> tuple[str, list[int]]:
+        """The prompt text of a chat, and its ids: markup as control ids, typed text as plain ones.
+
+        max_tokens: lets a text far beyond it be refused before the work.
+        """
+        if not chat.messages:
+            raise InvalidArgumentError("chat.messages", "is empty; at least one message is needed")
+        if self._template is None:
+            raise InvalidArgumentError(
+                "chat", "this checkpoint has no chat template; send text or token_ids"
+            )
+        variables = _variables(chat.template_kwargs_json)
+        content = "".join(message.content or "" for message in chat.messages)
+        if max_tokens is not None:
+            self._refuse_huge(content, max_tokens, "chat.messages")
+        size = len(content) + len(chat.template_kwargs_json)
+        try:
+            text, ids = await _in_thread_if_big(size, lambda: self._render(chat, variables))
+        except RecursionError:
+            raise InvalidArgumentError("chat.template_kwargs_json", "is nested too deep") from None
+        self.check_ids(ids, "chat")
+        return text, ids
+
+    async def decode(self, token_ids: tuple[int, ...], keep_control_tokens: bool) -> str:
+        self.check_ids(token_ids, "token_ids")
+        return await _in_thread_if_big(
+            len(token_ids),
+            lambda: self._tokenizer.decode(token_ids, keep_control_tokens=keep_control_tokens),
+        )
+
+    def check_ids(self, ids: tuple[int, ...] | list[int], field: str) -> None:
+        """InvalidArgumentError for the first id outside the vocabulary."""
+        if ids and max(ids) >= self._vocab_size:
+            place = next(i for i, token_id in enumerate(ids) if token_id >= self._vocab_size)
+            raise InvalidArgumentError(
+                f"{field}[{place}]",
+                f"token id {ids[place]} is outside the vocabulary, below {self._vocab_size}",
+            )
+
+    def _render(self, chat: ChatInput, variables: dict[str, Any]) -> tuple[str, list[int]]:
+        assert self._template is not None
+        strings = [self._template.source, *_strings(variables)]
+        strings += [text for m in chat.messages for text in (m.role, m.content or "")]
+        typed = TypedText(strings)
+        rendered = self._template.render(
+            [self._hidden(message, typed) for message in chat.messages],
+            add_generation_prompt=chat.add_generation_prompt,
+            variables=_mapped(variables, lambda text: self._hide(text, typed, self._controls)),
+        )
+        pieces = typed.pieces(rendered)
+        ids: list[int] = []
+        for text, is_typed in pieces:
+            ids += self._tokenizer.encode(text, parse_control_tokens=not is_typed)
+        return "".join(text for text, _ in pieces), ids
+
+    def _hidden(self, message: ChatMessage, typed: TypedText) -> dict[str, str]:
+        # An assistant's turn may hold markup it made itself, such as <think>, which templates read.
+        controls = self._special if message.role == "assistant" else self._controls
+        return {
+            "role": self._hide(message.role, typed, self._controls),
+            "content": self._hide(message.content or "", typed, controls),
+        }
+
+    def _hide(self, text: str, typed: TypedText, controls: re.Pattern[str] | None) -> str:
+        if controls is None:
+            return text
+        # Where the tokenizer looks for markup after normalizing, so must we.
+        normal = self._tokenizer.normalize(text)
+        if normal != text and controls.findall(normal) != controls.findall(text):
+            text = normal
+        return typed.hide(text, controls)
+
+    def _refuse_huge(self, text: str, max_tokens: int, field: str) -> None:
+        if self._tokenizer.surely_exceeds(text, max_tokens):
+            raise InvalidArgumentError(
+                field,
+                f"{len(text)} characters make more tokens than the {max_tokens} a prompt may have",
+            )
+
+
+async def _in_thread_if_big(size: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if size > INLINE_CHARS else work()
+
+
+def _variables(text: str) -> dict[str, Any]:
+    """The object in template_kwargs_json; InvalidArgumentError when it is none."""
+    field = "chat.template_kwargs_json"
+    if not text:
+        return {}
+    try:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(field, f"not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidArgumentError(field, f"holds a {type(values).__name__}; an object is needed")
+    for name in SERVER_VARIABLES:
+        if name in values:
+            raise InvalidArgumentError(field, f"{name} is set by the server; leave it out")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every string inside changed, keys aside."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in value.items() for part in item for text in _strings(part)]
+    return [text for item in value for text in _strings(item)] if isinstance(value, list) else []
