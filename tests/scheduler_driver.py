@@ -1,0 +1,148 @@
+"""Drives a Scheduler with a FakeWorker and keeps count of what each request was told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from fakes import FakeWorker, Script, tokens_alone
+from scheduler_service.request import (
+    Event,
+    FinishedEvent,
+    FinishReason,
+    Request,
+    Sampling,
+    TokenEvent,
+)
+from scheduler_service.scheduler import Limits, Scheduler
+from scheduler_service.step import PrefillChunk, StepCommand
+
+STEP_NS = 1_000_000
+
+
+def make_request(
+    request_id: str, prompt: tuple[int, ...] = (5, 6, 7), max_new_tokens: int = 4, **fields: Any
+) -> Request:
+    sampling = fields.pop("sampling", Sampling(0.8, 1.0, 0, 0.0, fields.pop("seed", 1)))
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        end_token_ids=frozenset(fields.pop("end_token_ids", ())),
+        arrival_ns=fields.pop("arrival_ns", 0),
+        **fields,
+    )
+
+
+@dataclass
+class Told:
+    """What one request was told, checked as it comes."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    end: FinishedEvent | None = None
+
+    def take(self, event: Event) -> None:
+        assert self.end is None, "an event after the last one"
+        if isinstance(event, FinishedEvent):
+            self.end = event
+            return
+        assert event.token_ids, "an empty token event"
+        assert event.first_index == len(self.tokens), "a gap or an overlap"
+        self.tokens += event.token_ids
+
+
+class Driver:
+    """A scheduler and its worker. `now_ns` moves by hand and with each result."""
+
+    def __init__(self, limits: Limits, script: Script | None = None, vocab_size: int = 1000):
+        self.limits = limits
+        self.script = script
+        self.vocab_size = vocab_size
+        self.scheduler = Scheduler(limits)
+        self.now_ns = 0
+        self.epoch = 1
+        self.sent: deque[StepCommand] = deque()
+        self.told: dict[str, Told] = {}
+        self.admitted: list[str] = []
+        self.worker = self._new_worker()
+
+    def _new_worker(self) -> FakeWorker:
+        return FakeWorker(
+            self.limits.num_slots,
+            self.limits.max_seq_len,
+            self.limits.max_step_tokens,
+            self.vocab_size,
+            self.script,
+            STEP_NS,
+        )
+
+    def submit(self, request: Request) -> int:
+        request.arrival_ns = self.now_ns
+        position = self.scheduler.submit(request)
+        self.told[request.request_id] = Told(request)
+        return position
+
+    def plan(self) -> StepCommand | None:
+        self._tell(self.scheduler.expire(self.now_ns))
+        command = self.scheduler.plan_step(self.now_ns)
+        if command is not None:
+            assert command.epoch == self.epoch
+            self.sent.append(command)
+            self._note_admissions(command)
+        return command
+
+    def _note_admissions(self, command: StepCommand) -> None:
+        by_slot = {seat.slot: seat.request for seat in self.scheduler.seats.values()}
+        for row in command.rows:
+            if isinstance(row, PrefillChunk) and row.setup is not None:
+                request = by_slot[row.slot]
+                if request.request_id not in self.admitted:
+                    self.admitted.append(request.request_id)
+
+    def answer(self) -> list[Event]:
+        """The worker runs the oldest command, the scheduler takes its result."""
+        result = self.worker.run(self.sent.popleft())
+        self.now_ns += result.duration_ns
+        events = self.scheduler.apply_result(result, self.now_ns)
+        self._tell(events)
+        return events
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        self._tell([self.scheduler.cancel(request_id, reason, self.now_ns)])
+
+    def stop(self, request_id: str, num_tokens: int) -> None:
+        self._tell([self.scheduler.stop(request_id, num_tokens, self.now_ns)])
+
+    def lose_worker(self) -> None:
+        """The group dies and comes back with empty slots under a new epoch."""
+        self.epoch += 1
+        self.worker = self._new_worker()
+        self.worker.last_step_id = 2
+        self.sent.clear()
+        self.scheduler.rebuild(self.epoch, next_step_id=3)
+
+    def step(self) -> list[Event]:
+        """Plans while it can, then one answer."""
+        while self.plan() is not None:
+            pass
+        return self.answer() if self.sent else []
+
+    def run(self, max_steps: int = 100_000) -> None:
+        """Until nothing waits, runs or is due."""
+        for _ in range(max_steps):
+            self.step()
+            if self.scheduler.is_empty and not self.sent:
+                self.scheduler.check_integrity()
+                return
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def alone(self, request_id: str) -> list[int]:
+        return tokens_alone(self.told[request_id].request, self.vocab_size, self.script)
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            self.told[event.request_id].take(event)
+            assert isinstance(event, TokenEvent | FinishedEvent)

@@ -1,0 +1,401 @@
+"""The scheduler's policy and its edges, with a fake worker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from scheduler_driver import STEP_NS, Driver, make_request
+
+from fakes import CORRUPTED
+from scheduler_service.errors import (
+    DuplicateRequestError,
+    InvalidArgumentError,
+    QueueFullError,
+    UnknownRequestError,
+)
+from scheduler_service.request import FinishReason, RequestState, Sampling
+from scheduler_service.scheduler import Limits, ResultError, Scheduler
+from scheduler_service.step import DecodeRow, PrefillChunk, RowResult
+
+LIMITS = Limits(num_slots=2, max_seq_len=64, max_step_tokens=8)
+
+
+def driver(script=None, **changes) -> Driver:
+    return Driver(dataclasses.replace(LIMITS, **changes), script)
+
+
+def test_one_request_runs_to_its_limit():
+    d = driver()
+    d.submit(make_request("a", prompt=tuple(range(20)), max_new_tokens=5))
+    d.run()
+    told = d.told["a"]
+    assert told.tokens == d.alone("a")
+    assert told.end is not None
+    assert told.end.reason is FinishReason.LENGTH
+    assert told.end.num_generated_tokens == 5
+    assert told.end.num_prompt_tokens == 20
+
+
+@pytest.mark.parametrize("max_outstanding", [1, 2, 3])
+@pytest.mark.parametrize("max_steps_per_command", range(1, 9))
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 16])
+def test_b15_exactly_as_many_tokens_as_asked(
+    max_outstanding, max_steps_per_command, max_new_tokens
+):
+    d = driver(
+        max_outstanding=max_outstanding,
+        max_steps_per_command=max_steps_per_command,
+        run_ahead_window_ns=100 * STEP_NS,
+    )
+    # A first request, so that the pace is known and commands have several steps.
+    d.submit(make_request("warm", max_new_tokens=4))
+    d.run()
+    for name in "abc":
+        d.submit(make_request(name, (ord(name), 2), max_new_tokens, seed=ord(name)))
+    d.run()
+    for name in "abc":
+        assert d.told[name].tokens == d.alone(name)
+        assert len(d.told[name].tokens) == max_new_tokens
+        assert d.told[name].end.num_generated_tokens == max_new_tokens
+        assert d.told[name].end.reason is FinishReason.LENGTH
+    assert d.worker.num_forwards <= 3 * max_new_tokens + 8
+
+
+def test_b15_no_step_is_spent_past_the_limit():
+    d = driver(max_steps_per_command=8, run_ahead_window_ns=100 * STEP_NS)
+    d.submit(make_request("a", max_new_tokens=11))
+    d.run()
+    assert d.worker.num_forwards == 11
+
+
+def test_several_decode_steps_fill_the_window():
+    d = driver(max_steps_per_command=8, run_ahead_window_ns=4 * STEP_NS)
+    d.submit(make_request("a", max_new_tokens=40))
+    sizes = []
+    while not d.scheduler.is_empty:
+        while (command := d.plan()) is not None:
+            sizes.append(command.num_steps)
+        d.answer()
+    assert max(sizes) == 4
+    assert sizes[0] == 1
+
+
+def test_run_ahead_keeps_two_commands_outstanding():
+    d = driver()
+    d.submit(make_request("a", max_new_tokens=20))
+    assert d.plan() is not None
+    second = d.plan()
+    assert second is not None
+    assert isinstance(second.rows[0], DecodeRow), "decodes before the first token is known"
+    assert d.plan() is None
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_b07_any_end_id_stops_and_is_named(ignore):
+    forced = [26194, 13, 151643, 33975]
+    d = driver(script=lambda tokens: forced[len(tokens) - 3] if len(tokens) < 7 else None)
+    end_ids = () if ignore else (151645, 151643)
+    d.submit(make_request("a", max_new_tokens=4, end_token_ids=end_ids))
+    d.run()
+    told = d.told["a"]
+    if ignore:
+        assert told.tokens == forced
+        assert told.end.reason is FinishReason.LENGTH
+        assert told.end.matched_token_id is None
+    else:
+        assert told.tokens == forced[:3]
+        assert told.end.reason is FinishReason.STOP
+        assert told.end.matched_token_id == 151643
+        assert told.end.num_generated_tokens == 3
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 5])
+def test_the_token_of_prefill_may_be_the_end(max_new_tokens):
+    d = driver(script=lambda tokens: 9)
+    d.submit(make_request("a", max_new_tokens=max_new_tokens, end_token_ids=(9,)))
+    d.run()
+    assert d.told["a"].tokens == [9]
+    assert d.told["a"].end.reason is FinishReason.STOP
+
+
+def test_tokens_past_a_stop_are_dropped():
+    d = driver()
+    d.submit(make_request("a", max_new_tokens=30))
+    while len(d.told["a"].tokens) < 5:
+        d.step()
+    d.plan()
+    d.stop("a", 3)
+    assert d.told["a"].end.reason is FinishReason.STOP
+    assert d.told["a"].end.num_generated_tokens == 3
+    d.submit(make_request("b", (8, 9), 6, seed=3))
+    d.run()
+    assert d.told["b"].tokens == d.alone("b")
+
+
+def test_stop_counts_only_released_tokens():
+    d = driver()
+    d.submit(make_request("a", max_new_tokens=30))
+    d.step()
+    with pytest.raises(ValueError, match="cannot stop at 7"):
+        d.stop("a", 7)
+    d.stop("a", 0)
+    with pytest.raises(UnknownRequestError, match="'a'"):
+        d.stop("a", 0)
+
+
+def test_decode_rows_come_first_and_the_budget_holds():
+    d = driver(num_slots=4, max_seq_len=200)
+    d.submit(make_request("a", (1, 2), max_new_tokens=50))
+    d.step()
+    d.submit(make_request("long", tuple(range(100)), max_new_tokens=2))
+    d.submit(make_request("short", (3,), max_new_tokens=2))
+    d.answer()
+    command = d.plan()
+    assert [type(row) for row in command.rows] == [DecodeRow, PrefillChunk]
+    assert len(command.rows[1].token_ids) == 7
+    d.run()
+    for name in ("a", "long", "short"):
+        assert d.told[name].tokens == d.alone(name)
+
+
+def test_several_prompts_are_prefilled_in_one_step():
+    d = driver(num_slots=3)
+    for name in "abc":
+        d.submit(make_request(name, (1, 2, 3), max_new_tokens=2))
+    command = d.plan()
+    assert [len(row.token_ids) for row in command.rows] == [3, 3, 2]
+    assert [row.sample for row in command.rows] == [True, True, False]
+
+
+def test_head_of_the_queue_is_never_passed_over():
+    d = driver(num_slots=1)
+    for index in range(10):
+        d.submit(make_request(f"r{index}", (index + 1,) * (10 - index), max_new_tokens=1))
+    d.run()
+    assert d.admitted == [f"r{index}" for index in range(10)]
+
+
+def test_b10_cancelled_while_queued():
+    d = driver(num_slots=1)
+    d.submit(make_request("busy", max_new_tokens=20))
+    d.step()
+    for index in range(100):
+        d.submit(make_request(f"q{index}", seed=index))
+    for index in range(99):
+        d.cancel(f"q{index}")
+        assert len(d.scheduler.queue) == 99 - index
+    d.cancel("busy")
+    d.submit(make_request("q5", seed=5))
+    d.run()
+    assert d.admitted == ["busy", "q99", "q5"]
+    assert d.worker.num_prefills == 3
+    assert d.told["q99"].tokens == d.alone("q99")
+    assert d.told["q5"].tokens == d.alone("q5")
+    assert d.scheduler.counters.cancelled == 100
+
+
+def test_b09_a_cancelled_request_frees_its_slot_for_the_next_command():
+    d = driver(num_slots=2)
+    for name in "ab":
+        d.submit(make_request(name, max_new_tokens=50, seed=ord(name)))
+    d.step()
+    d.submit(make_request("c", seed=7))
+    d.cancel("a")
+    command = d.plan()
+    chunk = command.rows[-1]
+    assert isinstance(chunk, PrefillChunk)
+    assert (chunk.slot, chunk.generation) == (0, 3)
+    d.run()
+    assert d.told["b"].tokens == d.alone("b")
+    assert d.told["c"].tokens == d.alone("c")
+
+
+def test_b12_deadline_in_the_queue():
+    d = driver(num_slots=1, max_steps_per_command=1)
+    d.submit(make_request("busy", max_new_tokens=30))
+    d.submit(make_request("late", deadline_ns=5 * STEP_NS))
+    assert d.scheduler.next_deadline_ns == 5 * STEP_NS
+    d.run()
+    assert d.told["late"].end.reason is FinishReason.DEADLINE
+    assert d.told["late"].end.queue_ns == 5 * STEP_NS
+    assert d.admitted == ["busy"]
+    assert d.scheduler.counters.deadline == 1
+    assert d.scheduler.counters.error == 0
+
+
+def test_b12_deadline_in_prefill_and_decode():
+    d = driver(num_slots=2, max_seq_len=500, max_steps_per_command=1)
+    d.submit(make_request("prefill", tuple(range(400)), deadline_ns=5 * STEP_NS))
+    d.submit(make_request("decode", (1, 2), max_new_tokens=100, deadline_ns=60 * STEP_NS))
+    d.run()
+    for name, at in (("prefill", 5), ("decode", 60)):
+        end = d.told[name].end
+        assert end.reason is FinishReason.DEADLINE
+        total_ns = end.queue_ns + end.prefill_ns + end.decode_ns
+        assert total_ns <= (at + 1) * STEP_NS
+    assert 0 < len(d.told["decode"].tokens) < 100
+
+
+def test_a_request_past_its_deadline_is_not_started():
+    d = driver()
+    d.submit(make_request("a", deadline_ns=0))
+    assert d.plan() is None
+    assert d.told["a"].end.reason is FinishReason.DEADLINE
+
+
+def test_corrupted_row_ends_that_request_only():
+    d = driver(script=lambda tokens: CORRUPTED if tokens[0] == 66 and len(tokens) == 5 else None)
+    d.submit(make_request("good", (65, 1, 1), max_new_tokens=12))
+    d.submit(make_request("bad", (66, 1, 1), max_new_tokens=12))
+    d.run()
+    assert d.told["good"].tokens == d.alone("good")
+    assert d.told["good"].end.reason is FinishReason.LENGTH
+    end = d.told["bad"].end
+    assert (end.reason, end.status, len(d.told["bad"].tokens)) == (
+        FinishReason.ERROR,
+        "INTERNAL",
+        2,
+    )
+    assert d.scheduler.counters.error == 1
+
+
+@pytest.mark.parametrize("lost_after", range(12))
+def test_rebuild_continues_with_the_same_tokens(lost_after):
+    d = driver(num_slots=2, max_steps_per_command=3, run_ahead_window_ns=50 * STEP_NS)
+    for index in range(4):
+        prompt = tuple(range(1, 12 + index))
+        d.submit(make_request(f"r{index}", prompt, 9, seed=index))
+    for _ in range(lost_after):
+        d.step()
+    d.plan()
+    d.lose_worker()
+    d.scheduler.check_integrity()
+    d.run()
+    for index in range(4):
+        assert d.told[f"r{index}"].tokens == d.alone(f"r{index}")
+        assert d.told[f"r{index}"].end.reason is FinishReason.LENGTH
+
+
+def test_submit_refuses_what_cannot_run():
+    d = driver()
+    d.submit(make_request("a"))
+    with pytest.raises(DuplicateRequestError, match="'a'"):
+        d.submit(make_request("a"))
+    with pytest.raises(InvalidArgumentError, match="empty"):
+        d.submit(make_request("b", prompt=()))
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        d.submit(make_request("b", max_new_tokens=0))
+    with pytest.raises(InvalidArgumentError, match="are 65, the context holds 64"):
+        d.submit(make_request("b", (1,) * 60, max_new_tokens=5))
+    d.submit(make_request("b", (1,) * 60, max_new_tokens=4))
+    d.run()
+    assert d.scheduler.counters.accepted == 2
+
+
+def test_a_full_queue_refuses_and_says_when_to_retry():
+    d = driver(num_slots=1, max_queue_len=2)
+    assert [d.submit(make_request(name)) for name in "abc"] == [0, 0, 1]
+    with pytest.raises(QueueFullError, match="the limit is 2") as caught:
+        d.submit(make_request("d"))
+    assert 0.1 <= caught.value.retry_after_s <= 60
+    d.plan()
+    with pytest.raises(QueueFullError):
+        d.submit(make_request("d"))
+    d.run()
+    d.submit(make_request("d"))
+
+
+def test_timings_of_a_request():
+    d = driver(num_slots=1, max_outstanding=1, max_steps_per_command=1)
+    d.submit(make_request("first", max_new_tokens=3))
+    d.submit(make_request("second", (1,) * 10, max_new_tokens=4))
+    d.run()
+    end = d.told["second"].end
+    assert end.queue_ns == 3 * STEP_NS
+    assert end.prefill_ns == 2 * STEP_NS
+    assert end.decode_ns == 3 * STEP_NS
+    assert end.time_to_first_token_ns == 5 * STEP_NS
+
+
+def test_counters_and_views():
+    d = driver(max_outstanding=1)
+    d.submit(make_request("a", (1,) * 10, max_new_tokens=3))
+    assert d.scheduler.num_pending_prefill_tokens == 10
+    d.step()
+    assert d.scheduler.num_pending_prefill_tokens == 2
+    assert d.scheduler.num_used_tokens == 8
+    d.step()
+    view = d.scheduler.slot_views()[0]
+    assert (view.state, view.request_id) == ("decode", "a")
+    assert (view.num_computed_tokens, view.num_generated_tokens) == (10, 1)
+    assert d.scheduler.slot_views()[1].state == "free"
+    d.step()
+    assert d.scheduler.slot_views()[0].num_computed_tokens == 11
+    d.run()
+    counters = d.scheduler.counters
+    assert (counters.accepted, counters.length, counters.num_generated_tokens) == (1, 1, 3)
+    assert (counters.num_steps, counters.num_prompt_tokens) == (4, 10)
+    assert counters.prefill_step_ns == counters.decode_step_ns == 2 * STEP_NS
+
+
+def planned(d: Driver):
+    d.submit(make_request("a", max_new_tokens=8))
+    d.plan()
+    return d.worker.run(d.sent.popleft())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step_id": 2}, "step 2 came where"),
+        ({"epoch": 7}, "epoch 7"),
+        ({"rows": ()}, "0 rows came for 1"),
+        ({"rows": (RowResult(1, 2, (5,)),)}, "slot 1"),
+        ({"rows": (RowResult(0, 1, (5,)),)}, "generation 1"),
+        ({"rows": (RowResult(0, 2, (5, 6)),)}, "brought 2 tokens"),
+        ({"rows": (RowResult(0, 2, ()),)}, "nothing stopped it"),
+    ],
+)
+def test_a_result_that_does_not_answer_its_command(change, words):
+    d = driver()
+    result = planned(d)
+    with pytest.raises(ResultError, match=words):
+        d.scheduler.apply_result(dataclasses.replace(result, **change), 1)
+    d.scheduler.apply_result(result, 1)
+
+
+def test_a_result_that_nobody_asked_for():
+    d = driver()
+    result = planned(d)
+    d.scheduler.apply_result(result, 1)
+    with pytest.raises(ResultError, match="no command is outstanding"):
+        d.scheduler.apply_result(result, 1)
+
+
+def test_setup_carries_the_sampling():
+    d = driver()
+    sampling = Sampling(0.5, 0.9, 40, 0.1, 2**64 - 1)
+    d.submit(make_request("a", end_token_ids=(9, 3), sampling=sampling))
+    setup = d.plan().rows[0].setup
+    assert (setup.temperature, setup.top_p, setup.top_k, setup.min_p) == (0.5, 0.9, 40, 0.1)
+    assert (setup.seed, setup.end_token_ids, setup.max_len) == (2**64 - 1, (3, 9), 7)
+
+
+def test_cancel_of_an_unknown_request():
+    scheduler = Scheduler(LIMITS)
+    with pytest.raises(UnknownRequestError, match="'x'"):
+        scheduler.cancel("x", FinishReason.CANCELLED, 0)
+
+
+def test_request_state_follows():
+    d = driver(max_outstanding=1)
+    request = make_request("a", (1,) * 10)
+    d.submit(request)
+    assert request.state is RequestState.WAITING
+    d.step()
+    assert request.state is RequestState.PREFILL
+    d.step()
+    assert request.state is RequestState.DECODE
+    d.run()
+    assert (request.state, request.slot) == (RequestState.FINISHED, -1)
