@@ -13,9 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from slotwise.v1 import inference_pb2 as pb
 
-from . import _calls as calls
-from . import _requests as requests
-from . import _responses as responses
+from . import _protocol as protocol
 from .errors import DeadlineError, NotFoundError, from_rpc_error
 from .info import Health, Load, ModelInfo, ServerInfo, Slot
 from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat
@@ -51,7 +49,7 @@ class AsyncStream(AsyncIterator[Event]):
                 raise
             if response is grpc.aio.EOF:
                 raise StopAsyncIteration
-            event = responses.event(response)
+            event = protocol.event(response)
             if event is not None:
                 return event
 
@@ -88,17 +86,17 @@ class AsyncClient:
 
     def __init__(self, target: str = "127.0.0.1:50051") -> None:
         self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=calls.CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(target, options=protocol.CHANNEL_OPTIONS)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
         """Start a request and return its events as they come."""
-        request = requests.generate_request(prompt, options)
+        request = protocol.generate_request(prompt, options)
         method = self._channel.unary_stream(
-            calls.GENERATE.path,
-            request_serializer=calls.GENERATE.serialize,
-            response_deserializer=calls.GENERATE.response.FromString,
+            protocol.GENERATE.path,
+            request_serializer=protocol.GENERATE.serialize,
+            response_deserializer=protocol.GENERATE.response.FromString,
         )
         return AsyncStream(method(request, timeout=timeout), self.target)
 
@@ -118,19 +116,19 @@ class AsyncClient:
     ) -> Completion:
         """The whole answer at once."""
         return await self._unary(
-            calls.COMPLETE, requests.generate_request(prompt, options), timeout
+            protocol.COMPLETE, protocol.generate_request(prompt, options), timeout
         )
 
     async def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
         """Stop a request of any client by its id; its stream ends with reason CANCELLED."""
-        await self._unary(calls.CANCEL, pb.CancelRequest(request_id=request_id), timeout)
+        await self._unary(protocol.CANCEL, pb.CancelRequest(request_id=request_id), timeout)
 
     async def tokenize(
         self, text: str, *, parse_control_tokens: bool = False, timeout: float | None = None
     ) -> list[int]:
         """The ids `generate` would read for a raw prompt."""
         request = pb.TokenizeRequest(text=text, parse_control_tokens=parse_control_tokens)
-        return await self._unary(calls.TOKENIZE, request, timeout)
+        return await self._unary(protocol.TOKENIZE, request, timeout)
 
     async def detokenize(
         self,
@@ -140,35 +138,37 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> str:
         """The text of token ids."""
-        request = requests.detokenize_request(token_ids, keep_control_tokens)
-        return await self._unary(calls.DETOKENIZE, request, timeout)
+        request = protocol.detokenize_request(token_ids, keep_control_tokens)
+        return await self._unary(protocol.DETOKENIZE, request, timeout)
 
     async def render_chat(self, chat: Chat, *, timeout: float | None = None) -> RenderedChat:
         """The prompt a chat becomes, without generating."""
-        request = pb.RenderChatRequest(chat=requests.chat_message(chat))
-        return await self._unary(calls.RENDER_CHAT, request, timeout)
+        request = pb.RenderChatRequest(chat=protocol.chat_message(chat))
+        return await self._unary(protocol.RENDER_CHAT, request, timeout)
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """The loaded model and its limits."""
-        return await self._unary(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout)
+        return await self._unary(protocol.MODEL_INFO, pb.GetModelInfoRequest(), timeout)
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """The server's settings and its workers."""
-        return await self._unary(calls.SERVER_INFO, pb.GetServerInfoRequest(), timeout)
+        return await self._unary(protocol.SERVER_INFO, pb.GetServerInfoRequest(), timeout)
 
     async def load(self, *, timeout: float | None = None) -> Load:
         """How busy the server is; cheap enough to poll."""
-        return await self._unary(calls.LOAD, pb.GetLoadRequest(), timeout)
+        return await self._unary(protocol.LOAD, pb.GetLoadRequest(), timeout)
 
     async def slots(self, *, timeout: float | None = None) -> list[Slot]:
         """Who sits in which slot."""
-        return await self._unary(calls.SLOTS, pb.ListSlotsRequest(), timeout)
+        return await self._unary(protocol.SLOTS, pb.ListSlotsRequest(), timeout)
 
-    async def health(self, service: str = calls.SERVICE, *, timeout: float | None = None) -> Health:
+    async def health(
+        self, service: str = protocol.SERVICE, *, timeout: float | None = None
+    ) -> Health:
         """Health of the model's service, of the process (""), or of `slotwise.worker/<rank>`."""
         try:
             request = health_pb2.HealthCheckRequest(service=service)
-            return await self._unary(calls.HEALTH_CHECK, request, timeout)
+            return await self._unary(protocol.HEALTH_CHECK, request, timeout)
         except NotFoundError:
             return Health.UNKNOWN_SERVICE
 
@@ -185,19 +185,19 @@ class AsyncClient:
     async def _watch_until_serving(self, timeout: float) -> bool:
         """False when the connection was lost and the watch must be opened again."""
         method = self._channel.unary_stream(
-            calls.HEALTH_WATCH.path,
-            request_serializer=calls.HEALTH_WATCH.serialize,
-            response_deserializer=calls.HEALTH_WATCH.response.FromString,
+            protocol.HEALTH_WATCH.path,
+            request_serializer=protocol.HEALTH_WATCH.serialize,
+            response_deserializer=protocol.HEALTH_WATCH.response.FromString,
         )
-        request = health_pb2.HealthCheckRequest(service=calls.SERVICE)
+        request = health_pb2.HealthCheckRequest(service=protocol.SERVICE)
         # With wait_for_ready a lost server is dialled with back-off inside this one call.
         call = method(request, timeout=max(timeout, 0.0), wait_for_ready=True)
         try:
             async for response in call:
-                if calls.HEALTH_WATCH.read(response) is Health.SERVING:
+                if protocol.HEALTH_WATCH.read(response) is Health.SERVING:
                     return True
         except grpc.RpcError as error:
-            if calls.is_transient(error):
+            if protocol.is_transient(error):
                 return False
             raise from_rpc_error(error, self.target) from error
         finally:
@@ -219,7 +219,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _unary(self, call: calls.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+    async def _unary(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
         method = self._channel.unary_unary(
             call.path,
             request_serializer=call.serialize,

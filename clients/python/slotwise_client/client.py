@@ -11,9 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from slotwise.v1 import inference_pb2 as pb
 
-from . import _calls as calls
-from . import _requests as requests
-from . import _responses as responses
+from . import _protocol as protocol
 from .errors import DeadlineError, NotFoundError, from_rpc_error
 from .info import Health, Load, ModelInfo, ServerInfo, Slot
 from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat
@@ -43,7 +41,7 @@ class Stream(Iterator[Event]):
                 if self._closed:
                     raise StopIteration from None
                 raise from_rpc_error(error, self._target) from error
-            event = responses.event(response)
+            event = protocol.event(response)
             if event is not None:
                 return event
 
@@ -76,17 +74,17 @@ class Client:
 
     def __init__(self, target: str = "127.0.0.1:50051") -> None:
         self.target = target
-        self._channel = grpc.insecure_channel(target, options=calls.CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(target, options=protocol.CHANNEL_OPTIONS)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
         """Start a request and return its events as they come."""
-        request = requests.generate_request(prompt, options)
+        request = protocol.generate_request(prompt, options)
         method = self._channel.unary_stream(
-            calls.GENERATE.path,
-            request_serializer=calls.GENERATE.serialize,
-            response_deserializer=calls.GENERATE.response.FromString,
+            protocol.GENERATE.path,
+            request_serializer=protocol.GENERATE.serialize,
+            response_deserializer=protocol.GENERATE.response.FromString,
         )
         return Stream(method(request, timeout=timeout), self.target)
 
@@ -105,18 +103,18 @@ class Client:
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """The whole answer at once."""
-        return self._unary(calls.COMPLETE, requests.generate_request(prompt, options), timeout)
+        return self._unary(protocol.COMPLETE, protocol.generate_request(prompt, options), timeout)
 
     def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
         """Stop a request of any client by its id; its stream ends with reason CANCELLED."""
-        self._unary(calls.CANCEL, pb.CancelRequest(request_id=request_id), timeout)
+        self._unary(protocol.CANCEL, pb.CancelRequest(request_id=request_id), timeout)
 
     def tokenize(
         self, text: str, *, parse_control_tokens: bool = False, timeout: float | None = None
     ) -> list[int]:
         """The ids `generate` would read for a raw prompt."""
         request = pb.TokenizeRequest(text=text, parse_control_tokens=parse_control_tokens)
-        return self._unary(calls.TOKENIZE, request, timeout)
+        return self._unary(protocol.TOKENIZE, request, timeout)
 
     def detokenize(
         self,
@@ -126,35 +124,35 @@ class Client:
         timeout: float | None = None,
     ) -> str:
         """The text of token ids."""
-        request = requests.detokenize_request(token_ids, keep_control_tokens)
-        return self._unary(calls.DETOKENIZE, request, timeout)
+        request = protocol.detokenize_request(token_ids, keep_control_tokens)
+        return self._unary(protocol.DETOKENIZE, request, timeout)
 
     def render_chat(self, chat: Chat, *, timeout: float | None = None) -> RenderedChat:
         """The prompt a chat becomes, without generating."""
-        request = pb.RenderChatRequest(chat=requests.chat_message(chat))
-        return self._unary(calls.RENDER_CHAT, request, timeout)
+        request = pb.RenderChatRequest(chat=protocol.chat_message(chat))
+        return self._unary(protocol.RENDER_CHAT, request, timeout)
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """The loaded model and its limits."""
-        return self._unary(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout)
+        return self._unary(protocol.MODEL_INFO, pb.GetModelInfoRequest(), timeout)
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """The server's settings and its workers."""
-        return self._unary(calls.SERVER_INFO, pb.GetServerInfoRequest(), timeout)
+        return self._unary(protocol.SERVER_INFO, pb.GetServerInfoRequest(), timeout)
 
     def load(self, *, timeout: float | None = None) -> Load:
         """How busy the server is; cheap enough to poll."""
-        return self._unary(calls.LOAD, pb.GetLoadRequest(), timeout)
+        return self._unary(protocol.LOAD, pb.GetLoadRequest(), timeout)
 
     def slots(self, *, timeout: float | None = None) -> list[Slot]:
         """Who sits in which slot."""
-        return self._unary(calls.SLOTS, pb.ListSlotsRequest(), timeout)
+        return self._unary(protocol.SLOTS, pb.ListSlotsRequest(), timeout)
 
-    def health(self, service: str = calls.SERVICE, *, timeout: float | None = None) -> Health:
+    def health(self, service: str = protocol.SERVICE, *, timeout: float | None = None) -> Health:
         """Health of the model's service, of the process (""), or of `slotwise.worker/<rank>`."""
         try:
             request = health_pb2.HealthCheckRequest(service=service)
-            return self._unary(calls.HEALTH_CHECK, request, timeout)
+            return self._unary(protocol.HEALTH_CHECK, request, timeout)
         except NotFoundError:
             return Health.UNKNOWN_SERVICE
 
@@ -171,19 +169,19 @@ class Client:
     def _watch_until_serving(self, timeout: float) -> bool:
         """False when the connection was lost and the watch must be opened again."""
         method = self._channel.unary_stream(
-            calls.HEALTH_WATCH.path,
-            request_serializer=calls.HEALTH_WATCH.serialize,
-            response_deserializer=calls.HEALTH_WATCH.response.FromString,
+            protocol.HEALTH_WATCH.path,
+            request_serializer=protocol.HEALTH_WATCH.serialize,
+            response_deserializer=protocol.HEALTH_WATCH.response.FromString,
         )
-        request = health_pb2.HealthCheckRequest(service=calls.SERVICE)
+        request = health_pb2.HealthCheckRequest(service=protocol.SERVICE)
         # With wait_for_ready a lost server is dialled with back-off inside this one call.
         call = method(request, timeout=max(timeout, 0.0), wait_for_ready=True)
         try:
             for response in call:
-                if calls.HEALTH_WATCH.read(response) is Health.SERVING:
+                if protocol.HEALTH_WATCH.read(response) is Health.SERVING:
                     return True
         except grpc.RpcError as error:
-            if calls.is_transient(error):
+            if protocol.is_transient(error):
                 return False
             raise from_rpc_error(error, self.target) from error
         finally:
@@ -205,7 +203,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _unary(self, call: calls.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+    def _unary(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
         method = self._channel.unary_unary(
             call.path,
             request_serializer=call.serialize,

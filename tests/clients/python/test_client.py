@@ -94,7 +94,8 @@ def test_closing_from_another_thread_ends_the_iteration(served, client):
     closer.start()
     events = list(stream)
     closer.join(TIMEOUT_S)
-    assert [type(event) for event in events] == [Accepted, Delta]
+    # What had arrived and was not read yet may be lost; nothing else may come, and no error.
+    assert [type(event) for event in events] == [Accepted, Delta][: len(events)]
     assert served.script.ended.wait(TIMEOUT_S)
 
 

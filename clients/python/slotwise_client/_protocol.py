@@ -1,0 +1,303 @@
+"""The protocol, described once for both clients: requests, responses, calls."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from types import NoneType
+from typing import Any, Final, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+from grpc_health.v1 import health_pb2
+
+from slotwise.v1 import inference_pb2 as pb
+
+from .errors import FieldViolation, InvalidArgumentError
+from .info import Health, Load, ModelInfo, ServerInfo, Slot
+from .types import (
+    Accepted,
+    Chat,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    GenerateOptions,
+    Prompt,
+    RenderedChat,
+    Timings,
+    Usage,
+)
+
+SERVICE: Final = "slotwise.v1.Inference"
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+
+# Pings find a dead peer behind a silent connection; reconnecting starts fast, so that waiting for a
+# server that is just starting does not overshoot by a long back-off.
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+SAMPLING: Final = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+
+Q = TypeVar("Q", bound=ProtoMessage)
+R = TypeVar("R", bound=ProtoMessage)
+T = TypeVar("T")
+K = TypeVar("K", bound=StrEnum)
+
+
+# Requests
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The request for one prompt.
+
+    Raises TypeError for an unknown option, InvalidArgumentError for a value that its field cannot
+    hold; everything else is the server's to judge.
+    """
+    unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
+    if unknown:
+        known = ", ".join(GenerateOptions.__annotations__)
+        raise TypeError(f"unknown option {unknown[0]!r}; known are {known}")
+    request = pb.GenerateRequest()
+    _set_prompt(request, prompt)
+    for name, value in options.items():
+        if name in SAMPLING:
+            _set(request.sampling, name, value, "sampling.")
+        else:
+            _set(request, name, value)
+    return request
+
+
+def chat_message(chat: Chat) -> pb.Chat:
+    """A chat as the protocol has it; TypeError when `template_kwargs` is not JSON."""
+    message = pb.Chat(omit_generation_prompt=chat.omit_generation_prompt)
+    if chat.template_kwargs is not None:
+        message.template_kwargs_json = json.dumps(dict(chat.template_kwargs))
+    for turn in chat.messages:
+        message.messages.add(role=turn.role, content=turn.content)
+    return message
+
+
+def detokenize_request(token_ids: Sequence[int], keep_control_tokens: bool) -> pb.DetokenizeRequest:
+    """The request for the text of some ids."""
+    request = pb.DetokenizeRequest(keep_control_tokens=keep_control_tokens)
+    _set(request, "token_ids", token_ids)
+    return request
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, Chat):
+        request.chat.CopyFrom(chat_message(prompt))
+    else:
+        # Choosing the member also when there are no ids lets the server name the empty field.
+        request.token_ids.SetInParent()
+        _set(request.token_ids, "ids", prompt, "token_ids.")
+
+
+def _set(message: Any, name: str, value: Any, prefix: str = "") -> None:
+    try:
+        if hasattr(getattr(message, name), "extend"):
+            _refuse_text(name, value)
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        field = prefix + name
+        reason = f"{field}: {_brief(value)} is not possible ({error})"
+        raise InvalidArgumentError(reason, (FieldViolation(field, str(error)),)) from error
+
+
+def _refuse_text(name: str, value: Any) -> None:
+    # A string is a sequence of strings: stop="END" would become three stops.
+    if isinstance(value, (str, bytes, Mapping)):
+        raise TypeError(f"{name} takes a sequence, not {type(value).__name__}")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Responses
+
+
+def mirror(cls: type[T], message: ProtoMessage) -> T:
+    """The dataclass `cls` filled from the fields of `message` that have the same names."""
+    hints = get_type_hints(cls)
+    assert is_dataclass(cls)
+    values = {field.name: _value(message, field.name, hints[field.name]) for field in fields(cls)}
+    return cls(**values)
+
+
+def event(response: pb.GenerateResponse) -> Event | None:
+    """One message of a Generate stream; None for a kind of event that this client does not know."""
+    match response.WhichOneof("event"):
+        case "accepted":
+            return accepted(response.request_id, response.accepted)
+        case "delta":
+            delta = response.delta
+            return Delta(
+                request_id=response.request_id,
+                index=delta.index,
+                first_token_index=delta.first_token_index,
+                token_ids=tuple(delta.token_ids),
+                text=delta.text,
+            )
+        case "finished":
+            return finished(response.request_id, response.finished)
+        case _:
+            return None
+
+
+def completion(response: pb.CompleteResponse) -> Completion:
+    """The answer of Complete."""
+    return Completion(
+        request_id=response.request_id,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        accepted=accepted(response.request_id, response.accepted),
+        finished=finished(response.request_id, response.finished),
+    )
+
+
+def accepted(request_id: str, message: pb.Accepted) -> Accepted:
+    """The first event of a stream."""
+    return Accepted(request_id, message.prompt_tokens, message.seed, message.queue_position)
+
+
+def finished(request_id: str, message: pb.Finished) -> Finished:
+    """The last event of a stream."""
+    matched = message.WhichOneof("matched_stop")
+    return Finished(
+        request_id=request_id,
+        index=message.index,
+        finish_reason=_enum(message, "finish_reason", FinishReason),
+        matched_stop=None if matched is None else getattr(message, matched),
+        usage=mirror(Usage, message.usage),
+        timings=mirror(Timings, message.timings),
+    )
+
+
+def _value(message: Any, name: str, hint: Any) -> Any:
+    """Field `name` of `message` as `hint`: a scalar, `X | None`, tuple, enum or dataclass."""
+    if NoneType in get_args(hint):
+        if not message.HasField(name):
+            return None
+        (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+    value = getattr(message, name)
+    if get_origin(hint) is tuple:
+        kind: Any = get_args(hint)[0]
+        return tuple(_mirror_if_dataclass(kind, item) for item in value)
+    if issubclass(hint, StrEnum):
+        return _enum(message, name, hint)
+    return _mirror_if_dataclass(hint, value)
+
+
+def _mirror_if_dataclass(kind: Any, value: Any) -> Any:
+    if isinstance(kind, type) and is_dataclass(kind):
+        return mirror(kind, value)
+    return value
+
+
+def _enum(message: ProtoMessage, name: str, kind: type[K]) -> K:
+    """SLOT_STATE_FREE as `kind("free")`; a number this client does not know is "unspecified"."""
+    enum_type = message.DESCRIPTOR.fields_by_name[name].enum_type
+    assert enum_type is not None
+    known = enum_type.values_by_number.get(getattr(message, name))
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum_type.name).upper() + "_"
+    text = known.name.removeprefix(prefix).lower() if known else ""
+    return kind(text) if text in set(kind) else kind("unspecified")
+
+
+# Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Q, R, T]):
+    """One method: its path, the type of its responses, and what a response means."""
+
+    path: str
+    response: type[R]
+    read: Callable[[R], T]
+
+    def serialize(self, request: Q) -> bytes:
+        """The request on the wire."""
+        return request.SerializeToString()
+
+
+def _inference(name: str) -> str:
+    return f"/{SERVICE}/{name}"
+
+
+def _health(response: health_pb2.HealthCheckResponse) -> Health:
+    serving = response.status == health_pb2.HealthCheckResponse.SERVING
+    unknown = response.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    if serving:
+        return Health.SERVING
+    return Health.UNKNOWN_SERVICE if unknown else Health.NOT_SERVING
+
+
+def _nothing(response: pb.CancelResponse) -> None:
+    return None
+
+
+GENERATE: Call[pb.GenerateRequest, pb.GenerateResponse, Event | None] = Call(
+    _inference("Generate"), pb.GenerateResponse, event
+)
+COMPLETE: Call[pb.GenerateRequest, pb.CompleteResponse, Completion] = Call(
+    _inference("Complete"), pb.CompleteResponse, completion
+)
+CANCEL: Call[pb.CancelRequest, pb.CancelResponse, None] = Call(
+    _inference("Cancel"), pb.CancelResponse, _nothing
+)
+TOKENIZE: Call[pb.TokenizeRequest, pb.TokenizeResponse, list[int]] = Call(
+    _inference("Tokenize"), pb.TokenizeResponse, lambda response: list(response.token_ids)
+)
+DETOKENIZE: Call[pb.DetokenizeRequest, pb.DetokenizeResponse, str] = Call(
+    _inference("Detokenize"), pb.DetokenizeResponse, lambda response: response.text
+)
+RENDER_CHAT: Call[pb.RenderChatRequest, pb.RenderChatResponse, RenderedChat] = Call(
+    _inference("RenderChat"),
+    pb.RenderChatResponse,
+    lambda response: RenderedChat(response.text, tuple(response.token_ids)),
+)
+MODEL_INFO: Call[pb.GetModelInfoRequest, pb.GetModelInfoResponse, ModelInfo] = Call(
+    _inference("GetModelInfo"),
+    pb.GetModelInfoResponse,
+    lambda response: mirror(ModelInfo, response),
+)
+SERVER_INFO: Call[pb.GetServerInfoRequest, pb.GetServerInfoResponse, ServerInfo] = Call(
+    _inference("GetServerInfo"),
+    pb.GetServerInfoResponse,
+    lambda response: mirror(ServerInfo, response),
+)
+LOAD: Call[pb.GetLoadRequest, pb.GetLoadResponse, Load] = Call(
+    _inference("GetLoad"), pb.GetLoadResponse, lambda response: mirror(Load, response)
+)
+SLOTS: Call[pb.ListSlotsRequest, pb.ListSlotsResponse, list[Slot]] = Call(
+    _inference("ListSlots"),
+    pb.ListSlotsResponse,
+    lambda response: [mirror(Slot, slot) for slot in response.slots],
+)
+HEALTH_CHECK: Call[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse, Health] = Call(
+    "/grpc.health.v1.Health/Check", health_pb2.HealthCheckResponse, _health
+)
+HEALTH_WATCH: Call[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse, Health] = Call(
+    "/grpc.health.v1.Health/Watch", health_pb2.HealthCheckResponse, _health
+)
+
+
+def is_transient(error: grpc.RpcError) -> bool:
+    """Whether a health watch that ended this way should be opened again."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE
