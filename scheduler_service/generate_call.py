@@ -56,3 +56,8 @@ class GenerateCall:
     ignore_eos: bool = False
     include_stop_in_output: bool = False
     omit_text: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """The output is a turn of its own, not the continuation of a text."""
+        return isinstance(self.prompt, ChatInput)

@@ -1,0 +1,183 @@
+"""The servicer of slotwise.v1.Inference: each RPC in a few lines over the service."""
+# ruff: noqa: N802  methods bear the names of their RPCs
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+
+from slotwise.v1 import inference_pb2 as pb
+from slotwise.v1 import inference_pb2_grpc
+
+from . import messages
+from .call_context import CallContext
+from .engine import EngineConfig
+from .errors import InvalidArgumentError, SlotwiseError
+from .generation import Generation
+from .request import FinishReason
+from .service import InferenceService
+from .status import to_status
+from .validation import check_request_id
+
+T = TypeVar("T")
+
+# Our own deadline fires this much before gRPC's, so that it is counted and told as one.
+DEADLINE_LEAD_NS = 1_000_000
+
+log = logging.getLogger(__name__)
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Turns messages into calls of the service, and its errors into statuses."""
+
+    def __init__(self, service: InferenceService, config: EngineConfig) -> None:
+        self._service = service
+        self._config = config
+        self._started_ns = service.engine.now_ns()
+
+    async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
+        await self._answer(context, self._generate(request, context))
+
+    async def Complete(
+        self, request: pb.GenerateRequest, context: CallContext
+    ) -> pb.CompleteResponse:
+        return await self._answer(context, self._complete(request, context))
+
+    async def Cancel(self, request: pb.CancelRequest, context: CallContext) -> pb.CancelResponse:
+        return await self._answer(context, self._cancel(request))
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: CallContext
+    ) -> pb.TokenizeResponse:
+        return await self._answer(context, self._tokenize(request))
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: CallContext
+    ) -> pb.DetokenizeResponse:
+        return await self._answer(context, self._detokenize(request))
+
+    async def RenderChat(
+        self, request: pb.RenderChatRequest, context: CallContext
+    ) -> pb.RenderChatResponse:
+        return await self._answer(context, self._render_chat(request))
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: CallContext
+    ) -> pb.GetModelInfoResponse:
+        return await self._answer(context, self._model_info())
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: CallContext
+    ) -> pb.GetServerInfoResponse:
+        return await self._answer(context, self._server_info())
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: CallContext) -> pb.GetLoadResponse:
+        return messages.load(self._service.engine.load(), self._service.rejections)
+
+    async def ListSlots(
+        self, request: pb.ListSlotsRequest, context: CallContext
+    ) -> pb.ListSlotsResponse:
+        views = self._service.engine.slots()
+        return pb.ListSlotsResponse(slots=[messages.slot(view) for view in views])
+
+    async def _generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
+        async with await self._begin(request, context) as generation:
+            request_id = generation.request.request_id
+            first = messages.accepted(generation)
+            await context.write(pb.GenerateResponse(request_id=request_id, accepted=first))
+            end = None
+            while end is None:
+                update = await generation.next()
+                if update.token_ids or update.text:
+                    delta = messages.delta(update)
+                    await context.write(pb.GenerateResponse(request_id=request_id, delta=delta))
+                end = update.end
+            last = messages.finished(end)
+            await context.write(pb.GenerateResponse(request_id=request_id, finished=last))
+
+    async def _complete(
+        self, request: pb.GenerateRequest, context: CallContext
+    ) -> pb.CompleteResponse:
+        async with await self._begin(request, context) as generation:
+            response = pb.CompleteResponse(
+                accepted=messages.accepted(generation), request_id=generation.request.request_id
+            )
+            texts: list[str] = []
+            end = None
+            while end is None:
+                update = await generation.next()
+                response.token_ids.extend(update.token_ids)
+                texts.append(update.text)
+                end = update.end
+            response.text = "".join(texts)
+            response.finished.CopyFrom(messages.finished(end))
+            return response
+
+    async def _begin(self, request: pb.GenerateRequest, context: CallContext) -> Generation:
+        remaining_s = context.time_remaining()
+        deadline_ns = None
+        if remaining_s is not None:
+            now_ns = self._service.engine.now_ns()
+            deadline_ns = now_ns + int(remaining_s * 1e9) - DEADLINE_LEAD_NS
+        try:
+            call = messages.generate_call(request)
+        except InvalidArgumentError:
+            self._service.rejections.invalid += 1
+            raise
+        return await self._service.begin(call, deadline_ns)
+
+    async def _cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
+        messages.refuse_unknown_fields(request)
+        check_request_id(request.request_id)
+        self._service.engine.cancel(request.request_id, FinishReason.CANCELLED)
+        return pb.CancelResponse()
+
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        messages.refuse_unknown_fields(request)
+        reader = self._service.model.reader
+        ids = await reader.tokenize(request.text, request.parse_control_tokens)
+        return pb.TokenizeResponse(token_ids=ids)
+
+    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        messages.refuse_unknown_fields(request)
+        reader = self._service.model.reader
+        text = await reader.decode(tuple(request.token_ids), request.keep_control_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    async def _render_chat(self, request: pb.RenderChatRequest) -> pb.RenderChatResponse:
+        messages.refuse_unknown_fields(request)
+        chat = messages.chat_input(request.chat)
+        text, ids = await self._service.model.reader.render_chat(chat)
+        return pb.RenderChatResponse(text=text, token_ids=ids)
+
+    async def _model_info(self) -> pb.GetModelInfoResponse:
+        return messages.model_info(self._service.model.info, self._service.engine.info())
+
+    async def _server_info(self) -> pb.GetServerInfoResponse:
+        info = self._service.engine.info()
+        return pb.GetServerInfoResponse(
+            version=importlib.metadata.version("slotwise"),
+            num_slots=info.geometry.num_slots,
+            max_seq_len=info.geometry.max_seq_len,
+            max_queue_len=self._config.max_queue_len,
+            max_step_tokens=self._config.max_step_tokens,
+            supports_batch=True,
+            epoch=info.epoch,
+            workers=messages.workers(info),
+            uptime_ns=self._service.engine.now_ns() - self._started_ns,
+        )
+
+    async def _answer(self, context: CallContext, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except SlotwiseError as error:
+            code, message, metadata = to_status(error)
+        except Exception:
+            log.exception("a call failed by a fault of the server")
+            code, metadata = grpc.StatusCode.INTERNAL, []
+            message = "a fault of the server; its log has the details"
+        await context.abort(code, message, metadata)
