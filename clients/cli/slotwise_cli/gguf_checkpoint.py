@@ -12,8 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from .cache import Progress
-from .errors import CliError
+from .output import CliError, Report
 
 # GGUF token types: 3 is a control token, 4 a user-defined one; both are matched as a whole.
 CONTROL, USER_DEFINED = 3, 4
@@ -36,7 +35,7 @@ LAYER_NAMES = {
 }
 
 
-def convert_llama(gguf_file: Path, folder: Path, progress: Progress) -> None:
+def convert_llama(gguf_file: Path, folder: Path, report: Report) -> None:
     """Write config, generation config, weights (float32) and tokenizer into the empty `folder`."""
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -48,8 +47,8 @@ def convert_llama(gguf_file: Path, folder: Path, progress: Progress) -> None:
     _write_json(folder / "config.json", model_config(fields, tied=tied))
     _write_json(folder / "generation_config.json", generation_config(fields))
     write_tokenizer(fields, folder)
-    weights = _read_weights(reader.tensors, fields, progress)
-    progress("writing", 0, 0)
+    weights = _read_weights(reader.tensors, fields, report)
+    report("writing", 0, 0)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes its files private; the folder is an ordinary one.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o777)
@@ -162,7 +161,7 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
 
 
 def _read_weights(
-    tensors: list[ReaderTensor], fields: Mapping[str, Any], progress: Progress
+    tensors: list[ReaderTensor], fields: Mapping[str, Any], report: Report
 ) -> dict[str, np.ndarray]:
     heads = {
         "attn_q": fields["llama.attention.head_count"],
@@ -179,7 +178,7 @@ def _read_weights(
             weight = unpermute_rope(weight, heads[kind])
         weights[hugging_face_name(tensor.name)] = np.ascontiguousarray(weight)
         done += weight.nbytes
-        progress("converting", done, total)
+        report("converting", done, total)
     return weights
 
 

@@ -1,0 +1,146 @@
+"""`slotwise serve`: start the scheduler, show its progress, say when it is ready, end with it."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from slotwise_client import Client
+
+from .demo_model import ensure_demo_model
+from .output import CliError, Output, Report
+from .server_process import Event, ServerProcess, report_event
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="Weights in memory: auto, float32 or bfloat16.")
+]
+
+
+def model_folder(model: str, report: Report) -> Path:
+    """The folder to serve: the demo model by name, else an existing folder."""
+    if model == "demo":
+        return ensure_demo_model(report)
+    folder = Path(model)
+    if not folder.is_dir():
+        raise CliError(f"no folder {model!r}; give a checkpoint folder, or `demo`")
+    return folder.resolve()
+
+
+def serve(
+    model: ModelArgument,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port, 0 takes a free one [50051].")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1].")] = None,
+    num_slots: Annotated[int | None, typer.Option(help="Requests that run at once [8].")] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Prompt and answer together, in tokens.")
+    ] = None,
+    dtype: DtypeOption = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="KV cache: float32 or bfloat16.")] = None,
+    max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
+    name: Annotated[str | None, typer.Option(help="Served name; else the folder's.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve a model over gRPC until SIGTERM or Ctrl-C."""
+    output = Output(as_json)
+    started = time.monotonic()
+    flags = server_flags(
+        host=host,
+        port=port,
+        tp=tp,
+        num_slots=num_slots,
+        max_seq_len=max_seq_len,
+        weight_dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_queue_len=max_queue_len,
+        threads=threads,
+        name=name,
+    )
+    with output.progress() as report:
+        folder = model_folder(model, report)
+    server = ServerProcess(folder, flags, _log_to_stderr)
+    with _forwarding_signals(server):
+        ready = _follow_until_ready(server, output)
+        if ready is not None:
+            _announce(ready, time.monotonic() - started, output)
+        for event in server.events():
+            if as_json:
+                output.json(event)
+        if server.wait():
+            raise server.failure()
+
+
+def server_flags(**settings: str | int | None) -> list[str]:
+    """Flags of `python -m scheduler_service` for what was set; the rest keeps its defaults there."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is not None:
+            flags += ["--" + name.replace("_", "-"), str(value)]
+    return flags
+
+
+def _follow_until_ready(server: ServerProcess, output: Output) -> Event | None:
+    """The ready event; None when the child was told to end before, CliError when it failed."""
+    with output.progress() as report:
+        for event in server.events():
+            if event.get("event") == "ready":
+                return event
+            report_event(event, report)
+            if output.as_json:
+                output.json(event)
+    if server.wait():
+        raise server.failure()
+    return None
+
+
+def _announce(ready: Event, seconds: float, output: Output) -> None:
+    address = str(ready["address"])
+    with Client(address) as client:
+        info = client.server_info(timeout=10)
+        model = client.model_info(timeout=10)
+    first = info.workers[0]
+    facts = {
+        "model": model.name,
+        "num_slots": info.num_slots,
+        "max_seq_len": info.max_seq_len,
+        "device": first.device,
+        "weight_dtype": first.weight_dtype,
+        "kv_dtype": first.kv_dtype,
+        "tp": len(info.workers),
+        "seconds": round(seconds, 2),
+    }
+    if output.as_json:
+        output.json({**ready, **facts})
+        return
+    output.line(
+        f"Slotwise ready: {model.name} on {address} ({info.num_slots} slots x {info.max_seq_len} "
+        f"tokens, {first.device}, {first.weight_dtype}, TP {len(info.workers)}, {seconds:.1f} s)"
+    )
+
+
+@contextmanager
+def _forwarding_signals(server: ServerProcess) -> Iterator[None]:
+    def forward(signum: int, frame: FrameType | None) -> None:
+        server.send_signal(signum)
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {signum: signal.signal(signum, forward) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _log_to_stderr(line: str) -> None:
+    if not line.startswith("error: "):
+        print(line, file=sys.stderr, flush=True)

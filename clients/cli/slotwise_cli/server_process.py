@@ -1,0 +1,132 @@
+"""The scheduler as a child process, followed through the JSON lines it prints with `--events`."""
+
+import ctypes
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from .output import CliError, Report
+
+STOP_TIMEOUT_S: Final = 60.0
+_PR_SET_PDEATHSIG: Final = 1
+
+Event = dict[str, Any]
+LogSink = Callable[[str], None]
+
+
+class ServerProcess:
+    """`python -m scheduler_service`; it ends when this process does.
+
+    It runs in a session of its own, so that a Ctrl-C reaches it once: through us.
+    """
+
+    def __init__(self, model: Path, flags: Sequence[str], log: LogSink) -> None:
+        command = [sys.executable, "-m", "scheduler_service", "--model", str(model), "--events"]
+        self._process = subprocess.Popen(
+            [*command, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._last_lines: deque[str] = deque(maxlen=50)
+        self._readers = [
+            threading.Thread(target=self._read_events, daemon=True),
+            threading.Thread(target=self._read_log, args=(log,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def events(self) -> Iterator[Event]:
+        """The child's events as they come; ends when the child does."""
+        while (event := self._events.get()) is not None:
+            yield event
+
+    def wait_ready(self, report: Report) -> Event:
+        """The ready event; CliError with the child's own words when it ends before."""
+        for event in self.events():
+            if event.get("event") == "ready":
+                return event
+            report_event(event, report)
+        raise self.failure()
+
+    def failure(self) -> CliError:
+        """Why the child ended."""
+        code = self.wait()
+        errors = [line for line in self._last_lines if line.startswith("error: ")]
+        if errors:
+            return CliError(errors[-1].removeprefix("error: "), exit_code=code or 1)
+        last = self._last_lines[-1] if self._last_lines else "it printed nothing"
+        return CliError(f"the scheduler ended with status {code}: {last}", exit_code=code or 1)
+
+    def send_signal(self, signum: int) -> None:
+        """Pass a signal on."""
+        self._process.send_signal(signum)
+
+    def wait(self) -> int:
+        """The child's exit status, as a shell would give it (128 + n for signal n)."""
+        code = self._process.wait()
+        for reader in self._readers:
+            reader.join()
+        return code if code >= 0 else 128 - code
+
+    def stop(self) -> None:
+        """Ask the child to drain and wait for it; kill it when it does not end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self.wait()
+
+    def _read_events(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                self._events.put(json.loads(line))
+            except ValueError:
+                self._last_lines.append(line.rstrip())
+        self._events.put(None)
+
+    def _read_log(self, log: LogSink) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last_lines.append(line.rstrip())
+            log(line.rstrip())
+
+
+def report_event(event: Event, report: Report) -> None:
+    """Show a loading event as progress."""
+    if event.get("event") == "loading":
+        stage = str(event.get("stage", "loading"))
+        report(stage, int(event.get("done", 0)), int(event.get("total", 0)))
+
+
+@contextmanager
+def running_server(model: Path, flags: Sequence[str], report: Report) -> Iterator[str]:
+    """A server on a free port of this machine for the time of a block; gives its address."""
+    server = ServerProcess(model, ["--host", "127.0.0.1", "--port", "0", *flags], _drop)
+    try:
+        yield str(server.wait_ready(report)["address"])
+    finally:
+        server.stop()
+
+
+def _drop(line: str) -> None:
+    """The log of a helper server is shown only in the error when it fails."""
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
