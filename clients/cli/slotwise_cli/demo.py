@@ -1,6 +1,7 @@
 """`slotwise demo`: everything once, from the model to an answer, with nothing left behind."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -23,15 +24,13 @@ def demo(
     """Get the demo model, serve it on a free port, ask a question, stream the answer, stop."""
     output = Output(as_json)
     started = time.monotonic()
-    with output.progress() as report:
-        model = ensure_demo_model(report)
-        server = running_server(model, ["--max-seq-len", "2048"], report)
-        address = server.__enter__()
-    try:
+    with ExitStack() as stack:
+        with output.progress() as report:
+            model = ensure_demo_model(report)
+            server = running_server(model, ["--max-seq-len", "2048"], report)
+            address = stack.enter_context(server)
         output.note(f"{model.name} is ready on {address} after {time.monotonic() - started:.1f} s")
         result = _ask(address, question, output)
-    finally:
-        server.__exit__(None, None, None)
     if as_json:
         output.json(result)
         return

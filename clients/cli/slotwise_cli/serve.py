@@ -80,7 +80,7 @@ def serve(
 
 
 def server_flags(**settings: str | int | None) -> list[str]:
-    """Flags of `python -m scheduler_service` for what was set; the rest keeps its defaults there."""
+    """Flags for the scheduler from what was set; the rest keeps the defaults it has there."""
     flags: list[str] = []
     for name, value in settings.items():
         if value is not None:
