@@ -15,6 +15,7 @@ order, with any number of threads.
 from torch import Tensor
 
 def cuda_available() -> bool: ...
+def cuda_device_count() -> int: ...
 
 class PackedWeight:
     """A matrix [N, K] and an optional bias [N], laid out for `linear`. Owns its memory."""
@@ -31,7 +32,9 @@ class PackedWeight:
 class CpuOps:
     """The operators, on a pool of threads of their own."""
 
-    def __init__(self, num_threads: int) -> None: ...
+    def __init__(self, num_threads: int, isa: str = "auto") -> None:
+        """ValueError for an instruction set that this CPU cannot run; "auto" takes the best."""
+
     @property
     def num_threads(self) -> int: ...
     @property
@@ -125,5 +128,5 @@ class CpuOps:
         logits / temperature; keep top_k (0: all), of these the smallest set whose probability reaches
         top_p (1: all; 0: the best), of these what has at least min_p times the best probability;
         then the largest of logit / temperature + Gumbel noise keyed by (seed, position, token id).
-        A row with a NaN or without a finite value gives -1.
+        A row with a NaN or +inf, or without a finite value, gives -1.
         """

@@ -1,5 +1,41 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bind.h"
+#include "slotwise/cuda.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+void make_cpu_ops(slotwise::CpuOps* self, int num_threads, const std::string& isa) {
+  if (num_threads < 1 || num_threads > kMaxThreads) {
+    throw std::invalid_argument("[CpuOps] expected num_threads in [1, " +
+                                std::to_string(kMaxThreads) + "], got " +
+                                std::to_string(num_threads));
+  }
+  new (self) slotwise::CpuOps(num_threads, isa);
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
-  m.def("cuda_available", [] { return false; });
+  m.doc() = "Operators of a decoder over a slot cache; see _native.pyi.";
+  m.def("cuda_available", &slotwise::cuda_available);
+  m.def("cuda_device_count", &slotwise::cuda_device_count);
+  slotwise::bindings::bind_packed_weight(m);
+  nb::class_<slotwise::CpuOps> ops(m, "CpuOps");
+  ops.def("__init__", &make_cpu_ops, "num_threads"_a, "isa"_a = "auto");
+  ops.def_prop_ro("num_threads", &slotwise::CpuOps::num_threads);
+  ops.def_prop_ro("isa", &slotwise::CpuOps::isa);
+  slotwise::bindings::bind_linear(ops);
+  slotwise::bindings::bind_elementwise(ops);
+  slotwise::bindings::bind_attention(ops);
+  slotwise::bindings::bind_sample(ops);
 }

@@ -1,0 +1,166 @@
+#include <nanobind/stl/optional.h>
+
+#include <cmath>
+#include <optional>
+
+#include "bind.h"
+#include "checks.h"
+
+namespace slotwise::bindings {
+
+using namespace nb::literals;
+
+namespace {
+
+CacheParams cache_params(const char* op, const Cache& k, const Cache& v) {
+  CacheParams params{};
+  params.dtype = check_dtype(op, "k_cache", k);
+  if (check_dtype(op, "v_cache", v) != params.dtype) {
+    fail(op, "k_cache and v_cache of one type", "two types");
+  }
+  check_shape(op, "v_cache", v, {extent(k, 0), extent(k, 1), extent(k, 2), extent(k, 3)});
+  check_layout(op, "k_cache", k);
+  check_layout(op, "v_cache", v);
+  check_apart(op, "k_cache", k, "v_cache", v);
+  params.k = k.data();
+  params.v = v.data();
+  params.num_slots = extent(k, 0);
+  params.num_positions = extent(k, 1);
+  params.num_kv_heads = extent(k, 2);
+  params.head_dim = extent(k, 3);
+  params.k_slot_stride = k.stride(0);
+  params.k_position_stride = k.stride(1);
+  params.k_head_stride = k.stride(2);
+  params.v_slot_stride = v.stride(0);
+  params.v_position_stride = v.stride(1);
+  params.v_head_stride = v.stride(2);
+  if (params.num_kv_heads < 1) fail(op, "at least one KV head", shape_text(k));
+  if (params.head_dim < 2 || params.head_dim % 2 != 0 || params.head_dim > kMaxHeadDim) {
+    fail(op, "an even head dimension of at most " + std::to_string(kMaxHeadDim),
+         std::to_string(params.head_dim));
+  }
+  return params;
+}
+
+// The query heads of qkv [T, (H_q + 2 H_kv) D].
+template <typename Qkv>
+int64_t query_heads(const char* op, const Qkv& qkv, const CacheParams& cache) {
+  check_layout(op, "qkv", qkv);
+  const int64_t width = extent(qkv, 1), heads = width / cache.head_dim - 2 * cache.num_kv_heads;
+  if (width % cache.head_dim != 0 || heads < 1 || heads % cache.num_kv_heads != 0) {
+    fail(op,
+         "qkv of (H_q + 2 * " + std::to_string(cache.num_kv_heads) + ") * " +
+             std::to_string(cache.head_dim) + " columns, H_q a multiple of " +
+             std::to_string(cache.num_kv_heads),
+         shape_text(qkv));
+  }
+  return heads;
+}
+
+void check_rows(const char* op, const Ints& slots, const Ints& positions, int64_t rows,
+                const CacheParams& cache) {
+  check_shape(op, "slots", slots, {rows});
+  check_shape(op, "positions", positions, {rows});
+  check_layout(op, "slots", slots);
+  check_layout(op, "positions", positions);
+  check_range(op, "slots", slots, cache.num_slots);
+  check_range(op, "positions", positions, cache.num_positions);
+}
+
+AttentionParams attention_params(const char* op, const Matrix& qkv, const Cache& k_cache,
+                                 const Cache& v_cache, float scale, const OutMatrix& out) {
+  AttentionParams params{};
+  params.cache = cache_params(op, k_cache, v_cache);
+  params.num_q_heads = query_heads(op, qkv, params.cache);
+  check_shape(op, "out", out, {extent(qkv, 0), params.num_q_heads * params.cache.head_dim});
+  check_layout(op, "out", out);
+  check_apart(op, "qkv", qkv, "out", out);
+  if (!std::isfinite(scale)) fail(op, "a finite scale", std::to_string(scale));
+  params.q = qkv.data();
+  params.q_stride = qkv.stride(0);
+  params.scale = scale;
+  params.out = out.data();
+  params.out_stride = out.stride(0);
+  return params;
+}
+
+void rope_append(CpuOps& ops, const OutMatrix& qkv, const std::optional<Vector>& q_norm,
+                 const std::optional<Vector>& k_norm, float eps, const Matrix& cos,
+                 const Matrix& sin, const Ints& slots, const Ints& positions, const Cache& k_cache,
+                 const Cache& v_cache) {
+  const char* op = "rope_append";
+  RopeParams params{};
+  params.cache = cache_params(op, k_cache, v_cache);
+  params.num_q_heads = query_heads(op, qkv, params.cache);
+  if (q_norm.has_value() != k_norm.has_value())
+    fail(op, "both of q_norm and k_norm or none", "one");
+  if (q_norm) {
+    check_shape(op, "q_norm", *q_norm, {params.cache.head_dim});
+    check_shape(op, "k_norm", *k_norm, {params.cache.head_dim});
+    check_layout(op, "q_norm", *q_norm);
+    check_layout(op, "k_norm", *k_norm);
+    params.q_norm = q_norm->data();
+    params.k_norm = k_norm->data();
+  }
+  if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
+  check_shape(op, "cos", cos, {extent(cos, 0), params.cache.head_dim / 2});
+  check_shape(op, "sin", sin, {extent(cos, 0), params.cache.head_dim / 2});
+  check_layout(op, "cos", cos);
+  check_layout(op, "sin", sin);
+  check_rows(op, slots, positions, extent(qkv, 0), params.cache);
+  check_range(op, "positions", positions, extent(cos, 0));
+  params.qkv = qkv.data();
+  params.qkv_stride = qkv.stride(0);
+  params.eps = eps;
+  params.cos = cos.data();
+  params.cos_stride = cos.stride(0);
+  params.sin = sin.data();
+  params.sin_stride = sin.stride(0);
+  params.slots = slots.data();
+  params.positions = positions.data();
+  nb::gil_scoped_release release;
+  ops.rope_append(params, extent(qkv, 0));
+}
+
+void decode_attention(CpuOps& ops, const Matrix& qkv, const Cache& k_cache, const Cache& v_cache,
+                      const Ints& slots, const Ints& positions, float scale, const OutMatrix& out) {
+  const char* op = "decode_attention";
+  const AttentionParams params = attention_params(op, qkv, k_cache, v_cache, scale, out);
+  check_rows(op, slots, positions, extent(qkv, 0), params.cache);
+  nb::gil_scoped_release release;
+  ops.decode_attention(params, extent(qkv, 0), slots.data(), positions.data());
+}
+
+void prefill_attention(CpuOps& ops, const Matrix& qkv, const Cache& k_cache, const Cache& v_cache,
+                       int64_t slot, int64_t start, float scale, const OutMatrix& out) {
+  const char* op = "prefill_attention";
+  const AttentionParams params = attention_params(op, qkv, k_cache, v_cache, scale, out);
+  const int64_t rows = extent(qkv, 0), positions = params.cache.num_positions;
+  if (slot < 0 || slot >= params.cache.num_slots) {
+    fail(op, "slot in [0, " + std::to_string(params.cache.num_slots) + ")", std::to_string(slot));
+  }
+  if (start < 0 || start > positions - rows) {
+    fail(op,
+         "start in [0, " + std::to_string(positions - rows) + "] for " + std::to_string(rows) +
+             " rows of " + std::to_string(positions) + " positions",
+         std::to_string(start));
+  }
+  nb::gil_scoped_release release;
+  ops.prefill_attention(params, rows, slot, start);
+}
+
+}  // namespace
+
+void bind_attention(nb::class_<CpuOps>& ops) {
+  ops.def("rope_append", &rope_append, "qkv"_a.noconvert(), "q_norm"_a.noconvert().none(),
+          "k_norm"_a.noconvert().none(), "eps"_a, "cos"_a.noconvert(), "sin"_a.noconvert(),
+          "slots"_a.noconvert(), "positions"_a.noconvert(), "k_cache"_a.noconvert(),
+          "v_cache"_a.noconvert());
+  ops.def("decode_attention", &decode_attention, "qkv"_a.noconvert(), "k_cache"_a.noconvert(),
+          "v_cache"_a.noconvert(), "slots"_a.noconvert(), "positions"_a.noconvert(), "scale"_a,
+          "out"_a.noconvert());
+  ops.def("prefill_attention", &prefill_attention, "qkv"_a.noconvert(), "k_cache"_a.noconvert(),
+          "v_cache"_a.noconvert(), "slot"_a, "start"_a, "scale"_a, "out"_a.noconvert());
+}
+
+}  // namespace slotwise::bindings

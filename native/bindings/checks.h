@@ -1,0 +1,123 @@
+// Every argument of an operator is checked here before anything is touched. Array types fix rank,
+// element type and device; the rest are these functions, with messages "[op] expected ..., got
+// ...".
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "slotwise/params.h"
+
+namespace slotwise::bindings {
+
+namespace nb = nanobind;
+
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::device::cpu>;
+using OutInts = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using OutMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+using AnyMatrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
+using Cache = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
+
+[[noreturn]] inline void fail(const char* op, const std::string& expected, const std::string& got) {
+  throw std::invalid_argument("[" + std::string(op) + "] expected " + expected + ", got " + got);
+}
+
+template <typename Array>
+int64_t extent(const Array& array, size_t axis) {
+  return static_cast<int64_t>(array.shape(axis));
+}
+
+template <typename Array>
+std::string shape_text(const Array& array) {
+  std::string text = "[";
+  for (size_t axis = 0; axis < array.ndim(); ++axis) {
+    text += (axis ? ", " : "") + std::to_string(array.shape(axis));
+  }
+  return text + "]";
+}
+
+template <typename Array>
+void check_shape(const char* op, const char* name, const Array& array,
+                 std::initializer_list<int64_t> shape) {
+  std::string expected = "[";
+  bool equal = shape.size() == array.ndim();
+  size_t axis = 0;
+  for (const int64_t wanted : shape) {
+    equal = equal && extent(array, axis) == wanted;
+    expected += (axis ? ", " : "") + std::to_string(wanted);
+    ++axis;
+  }
+  if (!equal) fail(op, std::string(name) + " of shape " + expected + "]", shape_text(array));
+}
+
+// The last dimension must be contiguous; of a matrix that is written, rows must not overlap.
+template <typename Array>
+void check_layout(const char* op, const char* name, const Array& array) {
+  const size_t last = array.ndim() - 1;
+  if (array.size() == 0) return;
+  if (array.shape(last) > 1 && array.stride(last) != 1) {
+    fail(op, std::string(name) + " contiguous in its last dimension",
+         "stride " + std::to_string(array.stride(last)));
+  }
+  for (size_t axis = 0; axis < last; ++axis) {
+    int64_t inner = 1;
+    for (size_t other = axis + 1; other < array.ndim(); ++other) {
+      inner += (extent(array, other) - 1) * array.stride(other);
+    }
+    if (array.shape(axis) > 1 && array.stride(axis) < inner) {
+      fail(op,
+           std::string(name) + " with a stride of at least " + std::to_string(inner) +
+               " in dimension " + std::to_string(axis),
+           std::to_string(array.stride(axis)));
+    }
+  }
+}
+
+template <typename Array>
+DType check_dtype(const char* op, const char* name, const Array& array) {
+  const nb::dlpack::dtype type = array.dtype();
+  if (type == nb::dtype<float>()) return DType::kFloat32;
+  const auto bfloat = static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat);
+  if (type.code == bfloat && type.bits == 16 && type.lanes == 1) return DType::kBFloat16;
+  fail(op, std::string(name) + " of float32 or bfloat16",
+       "type code " + std::to_string(type.code) + " of " + std::to_string(type.bits) + " bits");
+}
+
+template <typename A, typename B>
+void check_apart(const char* op, const char* name_a, const A& a, const char* name_b, const B& b) {
+  if (a.size() == 0 || b.size() == 0) return;
+  const auto begin = [](const auto& array) {
+    return reinterpret_cast<uintptr_t>(static_cast<const void*>(array.data()));
+  };
+  const auto end = [&](const auto& array) {
+    int64_t last = 0;
+    for (size_t axis = 0; axis < array.ndim(); ++axis) {
+      last += (extent(array, axis) - 1) * array.stride(axis);
+    }
+    return begin(array) +
+           static_cast<uintptr_t>((last + 1) * static_cast<int64_t>(array.itemsize()));
+  };
+  if (begin(a) < end(b) && begin(b) < end(a)) {
+    fail(op, std::string(name_a) + " and " + name_b + " apart in memory", "overlapping ones");
+  }
+}
+
+inline void check_range(const char* op, const char* name, const Ints& values, int64_t limit) {
+  for (int64_t i = 0; i < extent(values, 0); ++i) {
+    const int64_t value = values.data()[i];
+    if (value < 0 || value >= limit) {
+      fail(op,
+           std::string(name) + "[" + std::to_string(i) + "] in [0, " + std::to_string(limit) + ")",
+           std::to_string(value));
+    }
+  }
+}
+
+}  // namespace slotwise::bindings

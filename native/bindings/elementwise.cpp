@@ -1,0 +1,78 @@
+#include "bind.h"
+#include "checks.h"
+
+namespace slotwise::bindings {
+
+using namespace nb::literals;
+
+namespace {
+
+void check_eps(const char* op, float eps) {
+  if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
+}
+
+template <typename X>
+NormParams norm_params(const char* op, const X& x, const Vector& weight, float eps,
+                       const OutMatrix& out) {
+  const int64_t rows = extent(x, 0), hidden = extent(x, 1);
+  if (hidden == 0) fail(op, "at least one column", shape_text(x));
+  check_layout(op, "x", x);
+  check_shape(op, "weight", weight, {hidden});
+  check_layout(op, "weight", weight);
+  check_shape(op, "out", out, {rows, hidden});
+  check_layout(op, "out", out);
+  check_eps(op, eps);
+  NormParams params{};
+  params.x = x.data();
+  params.x_stride = x.stride(0);
+  params.weight = weight.data();
+  params.eps = eps;
+  params.hidden = hidden;
+  params.out = out.data();
+  params.out_stride = out.stride(0);
+  return params;
+}
+
+void rms_norm(CpuOps& ops, const Matrix& x, const Vector& weight, float eps, const OutMatrix& out) {
+  const NormParams params = norm_params("rms_norm", x, weight, eps, out);
+  nb::gil_scoped_release release;
+  ops.rms_norm(params, extent(x, 0));
+}
+
+void add_rms_norm(CpuOps& ops, const OutMatrix& residual, const Matrix& delta, const Vector& weight,
+                  float eps, const OutMatrix& out) {
+  const char* op = "add_rms_norm";
+  NormParams params = norm_params(op, residual, weight, eps, out);
+  check_shape(op, "delta", delta, {extent(residual, 0), extent(residual, 1)});
+  check_layout(op, "delta", delta);
+  check_apart(op, "residual", residual, "out", out);
+  params.residual = residual.data();
+  params.delta = delta.data();
+  params.delta_stride = delta.stride(0);
+  nb::gil_scoped_release release;
+  ops.rms_norm(params, extent(residual, 0));
+}
+
+void silu_mul(CpuOps& ops, const Matrix& gate_up, const OutMatrix& out) {
+  const char* op = "silu_mul";
+  check_shape(op, "gate_up", gate_up, {extent(out, 0), 2 * extent(out, 1)});
+  check_layout(op, "gate_up", gate_up);
+  check_layout(op, "out", out);
+  check_apart(op, "gate_up", gate_up, "out", out);
+  const SiluParams params{gate_up.data(), gate_up.stride(0), extent(out, 1), out.data(),
+                          out.stride(0)};
+  nb::gil_scoped_release release;
+  ops.silu_mul(params, extent(out, 0));
+}
+
+}  // namespace
+
+void bind_elementwise(nb::class_<CpuOps>& ops) {
+  ops.def("rms_norm", &rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a,
+          "out"_a.noconvert());
+  ops.def("add_rms_norm", &add_rms_norm, "residual"_a.noconvert(), "delta"_a.noconvert(),
+          "weight"_a.noconvert(), "eps"_a, "out"_a.noconvert());
+  ops.def("silu_mul", &silu_mul, "gate_up"_a.noconvert(), "out"_a.noconvert());
+}
+
+}  // namespace slotwise::bindings

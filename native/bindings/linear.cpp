@@ -1,0 +1,86 @@
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "bind.h"
+#include "checks.h"
+
+namespace slotwise::bindings {
+
+using namespace nb::literals;
+
+namespace {
+
+PackedWeight pack(CpuOps& ops, const AnyMatrix& weight, const std::optional<Vector>& bias) {
+  const char* op = "pack";
+  PackedWeight::Source source{};
+  source.dtype = check_dtype(op, "weight", weight);
+  check_layout(op, "weight", weight);
+  source.weight = weight.data();
+  source.n = extent(weight, 0);
+  source.k = extent(weight, 1);
+  source.stride = weight.stride(0);
+  if (source.n == 0 || source.k == 0) fail(op, "weight [N, K] of at least 1", shape_text(weight));
+  if (bias) {
+    check_shape(op, "bias", *bias, {source.n});
+    source.bias = bias->data();
+    source.bias_stride = bias->stride(0);
+  }
+  nb::gil_scoped_release release;
+  return ops.pack(source);
+}
+
+void linear(CpuOps& ops, const Matrix& x, const PackedWeight& weight, const OutMatrix& out) {
+  const char* op = "linear";
+  check_shape(op, "x", x, {extent(x, 0), weight.num_cols()});
+  check_shape(op, "out", out, {extent(x, 0), weight.num_rows()});
+  check_layout(op, "x", x);
+  check_layout(op, "out", out);
+  check_apart(op, "x", x, "out", out);
+  LinearParams params{};
+  params.x = x.data();
+  params.x_stride = x.stride(0);
+  params.num_rows = extent(x, 0);
+  params.panels = weight.panels();
+  params.dtype = weight.dtype();
+  params.bias = weight.bias();
+  params.n = weight.num_rows();
+  params.k = weight.num_cols();
+  params.out = out.data();
+  params.out_stride = out.stride(0);
+  nb::gil_scoped_release release;
+  ops.linear(params);
+}
+
+void embed(CpuOps& ops, const Ints& token_ids, const PackedWeight& weight, int64_t first_id,
+           const OutMatrix& out) {
+  const char* op = "embed";
+  check_layout(op, "token_ids", token_ids);
+  check_shape(op, "out", out, {extent(token_ids, 0), weight.num_cols()});
+  check_layout(op, "out", out);
+  const EmbedParams params{token_ids.data(), extent(token_ids, 0), first_id, out.data(),
+                           out.stride(0)};
+  nb::gil_scoped_release release;
+  ops.embed(weight, params);
+}
+
+}  // namespace
+
+void bind_packed_weight(nb::module_& module) {
+  nb::class_<PackedWeight>(module, "PackedWeight")
+      .def_prop_ro("num_rows", &PackedWeight::num_rows)
+      .def_prop_ro("num_cols", &PackedWeight::num_cols)
+      .def_prop_ro("num_bytes", &PackedWeight::num_bytes)
+      .def_prop_ro("dtype", [](const PackedWeight& weight) {
+        return weight.dtype() == DType::kFloat32 ? "float32" : "bfloat16";
+      });
+}
+
+void bind_linear(nb::class_<CpuOps>& ops) {
+  ops.def("pack", &pack, "weight"_a.noconvert(), "bias"_a.noconvert() = nb::none());
+  ops.def("linear", &linear, "x"_a.noconvert(), "weight"_a, "out"_a.noconvert());
+  ops.def("embed", &embed, "token_ids"_a.noconvert(), "weight"_a, "first_id"_a,
+          "out"_a.noconvert());
+}
+
+}  // namespace slotwise::bindings

@@ -1,0 +1,21 @@
+# Device code, or the stub that stands in for it.
+set(slotwise_use_cuda OFF)
+if(NOT SLOTWISE_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(slotwise_use_cuda ON)
+  elseif(NOT SLOTWISE_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "SLOTWISE_CUDA=${SLOTWISE_CUDA} but no CUDA compiler was found; "
+                        "put nvcc on the PATH or set SLOTWISE_CUDA=OFF")
+  endif()
+endif()
+
+if(slotwise_use_cuda)
+  enable_language(CUDA)
+  add_library(slotwise_cuda STATIC src/cuda/device.cu)
+  set_target_properties(slotwise_cuda PROPERTIES CUDA_STANDARD 17 CUDA_RUNTIME_LIBRARY Static)
+else()
+  add_library(slotwise_cuda STATIC src/no_cuda.cpp)
+endif()
+target_include_directories(slotwise_cuda PUBLIC include)
