@@ -1,0 +1,92 @@
+"""The worker process: `python -m worker --listen ... --model DIR`; also `bench` and `plan`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from worker import bench, device
+from worker.config import WorkerConfig
+from worker.errors import WorkerError
+from worker.rank import Rank
+from worker.server import start_server
+
+_LOG = logging.getLogger("worker")
+_EXIT_STUCK = 75
+_COMMANDS = {"bench": bench.main_bench, "plan": bench.main_plan}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a command line; returns the exit code."""
+    try:
+        if arguments and arguments[0] in _COMMANDS:
+            return _COMMANDS[arguments[0]](arguments[1:])
+        config = _parse(arguments)
+        if config.exit_with_parent:
+            device.exit_with_parent(os.getppid())
+        asyncio.run(_serve(config))
+    except (WorkerError, ValueError, OSError) as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parse(arguments: list[str]) -> WorkerConfig:
+    parser = argparse.ArgumentParser(
+        prog="python -m worker",
+        description="One tensor-parallel rank. Other commands: bench, plan (see their --help).",
+    )
+    parser.add_argument("--listen", required=True, help="unix:/path.sock or host:port")
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
+    parser.add_argument("--threads", type=int, default=device.default_threads())
+    parser.add_argument("--device", default="cpu", help="cpu")
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when the parent process ends"
+    )
+    parsed = parser.parse_args(arguments)
+    return WorkerConfig(
+        listen=parsed.listen,
+        model_dir=parsed.model,
+        num_threads=parsed.threads,
+        device=parsed.device,
+        exit_with_parent=parsed.exit_with_parent,
+    )
+
+
+async def _serve(config: WorkerConfig) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    rank = Rank(config.model_dir, config.num_threads)
+    server, servicer, address = await start_server(config.listen, rank, _exit_stuck)
+    _LOG.info("listening on %s", address)
+    await stop.wait()
+    await server.stop(grace=0)
+    await servicer.close()
+
+
+def _exit_stuck(message: str) -> None:
+    """A thread inside a collective cannot be ended; whoever started this process starts it anew."""
+    _LOG.critical("%s: exiting", message)
+    logging.shutdown()
+    os._exit(_EXIT_STUCK)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    # Torch only adds and copies here; the native library has its own threads.
+    torch.set_num_threads(1)
+    sys.exit(main(sys.argv[1:]))

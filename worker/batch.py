@@ -1,0 +1,163 @@
+"""What a step is made of: the commands and results as plain data, and the tensors of one forward.
+
+T is the number of rows (tokens) of a forward. Decode rows come first, then the prefill chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSetup:
+    """How a slot samples and when it stops, until it is taken again."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    end_token_ids: tuple[int, ...]
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens at positions [start, start + len(token_ids))."""
+
+    slot: int
+    generation: int
+    start: int
+    token_ids: tuple[int, ...]
+    sample: bool
+    setup: SlotSetup | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One token from the slot's last sampled token."""
+
+    slot: int
+    generation: int
+
+
+Row = PrefillChunk | DecodeRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommand:
+    """One batch step, or several decode steps."""
+
+    epoch: int
+    step_id: int
+    num_steps: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row of the command gave."""
+
+    slot: int
+    generation: int
+    token_ids: tuple[int, ...]
+    corrupted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a command gave; `digest` is a 64-bit hash of everything that was sampled."""
+
+    epoch: int
+    step_id: int
+    digest: int
+    rows: tuple[RowResult, ...]
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """Rows [first_row, end_row) of a forward: one slot, positions from `start`."""
+
+    first_row: int
+    end_row: int
+    slot: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The rows of one forward.
+
+    token_ids, slots, positions: int32 [T]. Rows [0, num_decode_rows) decode, one per slot; `chunks`
+    cover the others. `sample_rows`: rows whose logits are wanted, int64 [B], or None for all.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    positions: Tensor
+    num_decode_rows: int
+    chunks: tuple[ChunkSpan, ...]
+    sample_rows: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_sample_rows(self) -> int:
+        """B."""
+        return self.num_rows if self.sample_rows is None else self.sample_rows.shape[0]
+
+
+class BatchBuffers:
+    """Memory of a ForwardBatch's tensors, allocated once and filled anew for each forward."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._token_ids = np.zeros(max_rows, dtype=np.int32)
+        self._slots = np.zeros(max_rows, dtype=np.int32)
+        self._positions = np.zeros(max_rows, dtype=np.int32)
+        self._token_tensor = torch.from_numpy(self._token_ids)
+        self._slot_tensor = torch.from_numpy(self._slots)
+        self._position_tensor = torch.from_numpy(self._positions)
+
+    def fill(self, decode: list[tuple[int, int, int]], chunks: list[PrefillChunk]) -> ForwardBatch:
+        """Decode rows (slot, position, token id) and chunks; valid until the next fill."""
+        num_decode = len(decode)
+        if decode:
+            rows = np.array(decode, dtype=np.int32)
+            self._slots[:num_decode] = rows[:, 0]
+            self._positions[:num_decode] = rows[:, 1]
+            self._token_ids[:num_decode] = rows[:, 2]
+        first = num_decode
+        spans = []
+        for chunk in chunks:
+            end = first + len(chunk.token_ids)
+            self._slots[first:end] = chunk.slot
+            self._positions[first:end] = np.arange(chunk.start, chunk.start + end - first)
+            self._token_ids[first:end] = chunk.token_ids
+            spans.append(ChunkSpan(first, end, chunk.slot, chunk.start))
+            first = end
+        return ForwardBatch(
+            token_ids=self._token_tensor[:first],
+            slots=self._slot_tensor[:first],
+            positions=self._position_tensor[:first],
+            num_decode_rows=num_decode,
+            chunks=tuple(spans),
+            sample_rows=_sample_rows(num_decode, chunks, spans),
+        )
+
+
+def _sample_rows(
+    num_decode: int, chunks: list[PrefillChunk], spans: list[ChunkSpan]
+) -> Tensor | None:
+    if not chunks:
+        return None
+    rows = list(range(num_decode))
+    rows += [span.end_row - 1 for chunk, span in zip(chunks, spans, strict=True) if chunk.sample]
+    return torch.tensor(rows, dtype=torch.int64)

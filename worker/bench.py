@@ -1,0 +1,225 @@
+"""`python -m worker bench`: the engine without gRPC; `python -m worker plan`: the memory plan.
+
+The bench drives an Executor as the scheduler does (decode rows first, then chunks up to the budget)
+and prints JSON: the floor under every figure of the served system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from worker import device
+from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand
+from worker.checkpoint import open_checkpoint
+from worker.executor import Executor
+from worker.memory_plan import plan_memory
+from worker.rank import Rank, RankSetup, resolve_limits
+from worker.sharding import shard_of
+
+
+@dataclass(slots=True)
+class _Sequence:
+    slot: int
+    prompt: tuple[int, ...]
+    num_new: int
+    num_planned: int = 0
+    num_generated: int = 0
+    token_times_ns: list[int] = field(default_factory=list)
+
+    @property
+    def setup(self) -> SlotSetup:
+        return SlotSetup(0.0, 1.0, 0, 0.0, 0, (), len(self.prompt) + self.num_new)
+
+
+class _Driver:
+    """Plans commands for a fixed set of sequences that all arrive at once."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._step_id = 0
+        self._generation = 0
+
+    def run(self, sequences: list[_Sequence], steps_per_command: int) -> tuple[int, list[float]]:
+        """Generates all; returns the wall time in ns and the decode step times in ms."""
+        self._generation += 1
+        waiting = deque(sequences)
+        by_slot = {sequence.slot: sequence for sequence in sequences}
+        step_ms: list[float] = []
+        started_ns = time.perf_counter_ns()
+        while rows := self._rows(sequences, waiting):
+            decoding = all(isinstance(row, DecodeRow) for row in rows)
+            num_steps = self._steps(rows, by_slot, steps_per_command) if decoding else 1
+            self._step_id += 1
+            result = self._executor.run(
+                StepCommand(self._executor.epoch, self._step_id, num_steps, tuple(rows))
+            )
+            now_ns = time.perf_counter_ns()
+            for row in result.rows:
+                by_slot[row.slot].num_generated += len(row.token_ids)
+                by_slot[row.slot].token_times_ns += [now_ns - started_ns] * len(row.token_ids)
+            if decoding:
+                step_ms += [result.duration_ns / num_steps / 1e6] * num_steps
+        return time.perf_counter_ns() - started_ns, step_ms
+
+    def _rows(self, sequences: list[_Sequence], waiting: deque[_Sequence]) -> list[Row]:
+        rows: list[Row] = [
+            DecodeRow(sequence.slot, self._generation)
+            for sequence in sequences
+            if 0 < sequence.num_generated < sequence.num_new
+        ]
+        budget = self._executor.limits.max_step_tokens - len(rows)
+        while waiting and budget > 0:
+            sequence = waiting[0]
+            start = sequence.num_planned
+            token_ids = sequence.prompt[start : start + budget]
+            budget -= len(token_ids)
+            sequence.num_planned += len(token_ids)
+            last = sequence.num_planned == len(sequence.prompt)
+            setup = None if start else sequence.setup
+            rows.append(
+                PrefillChunk(sequence.slot, self._generation, start, token_ids, last, setup)
+            )
+            if last:
+                waiting.popleft()
+        return rows
+
+    @staticmethod
+    def _steps(rows: list[Row], by_slot: dict[int, _Sequence], steps_per_command: int) -> int:
+        left = [by_slot[row.slot].num_new - by_slot[row.slot].num_generated for row in rows]
+        return min(steps_per_command, *left)
+
+
+def main_bench(arguments: list[str]) -> int:
+    """The ladder: one line of figures per concurrency, as JSON on stdout."""
+    parser = argparse.ArgumentParser(prog="python -m worker bench")
+    _add_model_arguments(parser)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--prompt-token-ids-json", type=Path, help="file with one list of ids, or several"
+    )
+    parser.add_argument("--steps-per-command", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=device.default_threads())
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry: always JSON")
+    parsed = parser.parse_args(arguments)
+    if min(parsed.concurrency) < 1 or parsed.new_tokens < 2 or parsed.prompt_tokens < 1:
+        raise ValueError("--concurrency and --prompt-tokens start at 1, --new-tokens at 2")
+    rank = Rank(parsed.model, parsed.threads)
+    prompts = _prompts(parsed, max(parsed.concurrency))
+    longest = max(len(prompt) for prompt in prompts) + parsed.new_tokens
+    setup = RankSetup(
+        epoch=1,
+        num_slots=max(parsed.concurrency),
+        max_seq_len=parsed.max_seq_len or longest,
+        weight_dtype=parsed.weight_dtype,
+        kv_dtype=parsed.kv_dtype,
+    )
+    info = rank.configure(setup, lambda *_: None, lambda: False)
+    driver = _Driver(rank.executor)
+    _measure(driver, prompts[:1], 2, parsed.steps_per_command)  # warm-up
+    ladder = [
+        _measure(driver, prompts[:count], parsed.new_tokens, parsed.steps_per_command)
+        for count in parsed.concurrency
+    ]
+    report = {
+        "model": str(parsed.model),
+        "weight_dtype": info.limits.weight_dtype,
+        "kv_dtype": info.limits.kv_dtype,
+        "num_threads": info.num_threads,
+        "prompt_tokens": [len(prompt) for prompt in prompts],
+        "new_tokens": parsed.new_tokens,
+        "predicted_memory_bytes": info.plan.predicted_bytes,
+        "measured_memory_bytes": info.measured_bytes,
+        "self_tests": {test.name: test.passed for test in info.self_tests},
+        "ladder": ladder,
+    }
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def main_plan(arguments: list[str]) -> int:
+    """The memory plan of one rank, as JSON on stdout; nothing is loaded."""
+    parser = argparse.ArgumentParser(prog="python -m worker plan")
+    _add_model_arguments(parser)
+    parser.add_argument("--num-slots", type=int, default=8)
+    parser.add_argument("--max-step-tokens", type=int, default=256)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="accepted for symmetry: always JSON")
+    parsed = parser.parse_args(arguments)
+    checkpoint = open_checkpoint(parsed.model)
+    setup = RankSetup(
+        epoch=1,
+        world_size=parsed.tp,
+        num_slots=parsed.num_slots,
+        max_seq_len=parsed.max_seq_len,
+        weight_dtype=parsed.weight_dtype,
+        kv_dtype=parsed.kv_dtype,
+        max_step_tokens=parsed.max_step_tokens,
+    )
+    limits = resolve_limits(checkpoint, setup)
+    plans = [
+        plan_memory(
+            checkpoint.config,
+            shard_of(checkpoint.config, rank, parsed.tp),
+            limits,
+            device.resident_bytes(),
+            device.available_bytes(),
+        )
+        for rank in range(parsed.tp)
+    ]
+    report = {
+        "model": str(parsed.model),
+        "fingerprint": checkpoint.fingerprint,
+        "world_size": parsed.tp,
+        "ranks": [plan.as_dict() for plan in plans],
+    }
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
+    parser.add_argument("--max-seq-len", type=int, default=0, help="0: as needed")
+    parser.add_argument("--dtype", "--weight-dtype", dest="weight_dtype", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
+
+
+def _prompts(parsed: argparse.Namespace, count: int) -> list[tuple[int, ...]]:
+    if parsed.prompt_token_ids_json is None:
+        vocab = open_checkpoint(parsed.model).config.vocab_size
+        return [
+            tuple((1 + 31 * seat + 7919 * index) % vocab for index in range(parsed.prompt_tokens))
+            for seat in range(count)
+        ]
+    lists = json.loads(parsed.prompt_token_ids_json.read_text())
+    if lists and isinstance(lists[0], int):
+        lists = [lists]
+    if not lists or not all(lists):
+        raise ValueError(f"{parsed.prompt_token_ids_json} holds no token ids")
+    return [tuple(lists[seat % len(lists)]) for seat in range(count)]
+
+
+def _measure(
+    driver: _Driver, prompts: list[tuple[int, ...]], num_new: int, steps_per_command: int
+) -> dict[str, object]:
+    sequences = [_Sequence(slot, prompt, num_new) for slot, prompt in enumerate(prompts)]
+    wall_ns, step_ms = driver.run(sequences, steps_per_command)
+    ttft_ms = [sequence.token_times_ns[0] / 1e6 for sequence in sequences]
+    prefill_ns = max(sequence.token_times_ns[0] for sequence in sequences)
+    return {
+        "concurrency": len(sequences),
+        "wall_ms": wall_ns / 1e6,
+        "tokens_per_s": sum(len(s.token_times_ns) for s in sequences) / wall_ns * 1e9,
+        "decode_tokens_per_s": len(sequences) / statistics.mean(step_ms) * 1e3,
+        "ttft_ms": ttft_ms,
+        "step_ms_median": statistics.median(step_ms),
+        "step_ms_max": max(step_ms),
+        "prefill_share": prefill_ns / wall_ns,
+    }

@@ -1,0 +1,42 @@
+"""Configuration of a worker process, built once in `__main__`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_MESSAGE_BYTES = 64 << 20
+# A peer that is silent for so long is taken for dead.
+GROUP_TIMEOUT_S = 60.0
+# How long a step may still run after its stream has ended.
+RELEASE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What does not come with Configure: where to listen, what to serve, on which threads."""
+
+    listen: str
+    model_dir: Path
+    num_threads: int
+    device: str = "cpu"
+    exit_with_parent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            raise ValueError(f"--device {self.device!r} is not supported; supported: cpu")
+        if self.num_threads < 1:
+            raise ValueError(f"--threads must be at least 1, not {self.num_threads}")
+        check_listen(self.listen)
+
+
+def check_listen(address: str) -> None:
+    """Raises ValueError unless `address` is "unix:/path" or "host:port"."""
+    if address.startswith("unix:"):
+        path = Path(address.removeprefix("unix:"))
+        if not path.parent.is_dir():
+            raise ValueError(f"--listen {address}: the folder {path.parent} does not exist")
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"--listen {address!r} is neither unix:/path nor host:port")

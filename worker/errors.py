@@ -1,0 +1,41 @@
+"""Errors of the worker, each with the gRPC status its stream ends with."""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Base of what a worker can report; `status` is the name of a gRPC status code."""
+
+    status = "INTERNAL"
+
+
+class SetupError(WorkerError):
+    """The rank cannot be set up like this; the same again would fail the same way."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class CheckpointError(SetupError):
+    """The model folder is incomplete, damaged or not supported."""
+
+
+class MemoryPlanError(SetupError):
+    """The asked slots and lengths do not fit the memory."""
+
+
+class ProtocolError(WorkerError):
+    """A command breaks the step protocol; nothing was touched."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class StepError(WorkerError):
+    """A step failed after it began; the ranks' states are no longer known to agree."""
+
+    status = "ABORTED"
+
+
+class SetupCancelledError(WorkerError):
+    """The stream ended while the rank was being set up."""
+
+    status = "CANCELLED"

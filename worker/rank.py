@@ -1,0 +1,199 @@
+"""One rank's life: set it up for an epoch, run its commands, release it, keep its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker import device
+from worker.batch import StepCommand, StepResult
+from worker.checkpoint import Checkpoint, open_checkpoint
+from worker.config import GROUP_TIMEOUT_S
+from worker.decoder import Decoder
+from worker.errors import ProtocolError, SetupCancelledError, SetupError
+from worker.executor import Executor
+from worker.memory_plan import (
+    DTYPE_BYTES,
+    MemoryPlan,
+    ServingLimits,
+    check_fits,
+    plan_memory,
+    without_weights,
+)
+from worker.self_test import SelfTestResult, run_self_tests
+from worker.sharding import Shard, shard_of
+from worker.tensor_parallel import TensorParallelGroup, join_group
+from worker.weights import ModelWeights, load_weights
+
+DEFAULT_MAX_SEQ_LEN = 4096
+
+# Called with (stage, bytes done, bytes in all; 0 if not known).
+StageProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What Configure asks for. max_seq_len 0 and dtype "auto" are resolved from the checkpoint."""
+
+    epoch: int
+    rank: int = 0
+    world_size: int = 1
+    rendezvous_address: str = ""
+    num_slots: int = 8
+    max_seq_len: int = 0
+    weight_dtype: str = "auto"
+    kv_dtype: str = "auto"
+    max_step_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What a configured rank is."""
+
+    epoch: int
+    rank: int
+    limits: ServingLimits
+    num_layers: int
+    vocab_size: int
+    fingerprint: str
+    device: str
+    plan: MemoryPlan
+    measured_bytes: int
+    self_tests: tuple[SelfTestResult, ...]
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Weights that may serve the next epoch too, and what they are weights of."""
+
+    key: tuple[str, int, int, str]
+    weights: ModelWeights
+
+
+class Rank:
+    """Owns everything of a rank. Used from one thread."""
+
+    def __init__(self, model_dir: Path, num_threads: int) -> None:
+        self._model_dir = model_dir
+        self._ops = device.native_ops(num_threads)
+        self._loaded: _Loaded | None = None
+        self._executor: Executor | None = None
+        self._group: TensorParallelGroup | None = None
+
+    def configure(
+        self, setup: RankSetup, progress: StageProgress, cancelled: Callable[[], bool]
+    ) -> RankInfo:
+        """Loads, joins the group, tests itself. Raises SetupError or SetupCancelledError."""
+        self.release()
+        progress("checking the checkpoint", 0, 0)
+        checkpoint = open_checkpoint(self._model_dir)
+        shard = shard_of(checkpoint.config, setup.rank, setup.world_size)
+        limits = resolve_limits(checkpoint, setup)
+        key = (checkpoint.fingerprint, setup.rank, setup.world_size, limits.weight_dtype)
+        if self._loaded is not None and self._loaded.key != key:
+            self._loaded = None
+            device.release_free_memory()
+        plan = self._plan(checkpoint, shard, limits)
+        check_fits(plan)
+        weights = self._weights(checkpoint, shard, limits, key, progress, cancelled)
+        progress("joining the group", 0, 0)
+        self._group = join_group(
+            setup.rank, setup.world_size, setup.rendezvous_address, GROUP_TIMEOUT_S, cancelled
+        )
+        progress("allocating slots", 0, plan.kv_bytes)
+        decoder = Decoder(checkpoint.config, shard, limits, weights, self._ops, self._group)
+        progress("self-test", 0, 0)
+        tests = tuple(run_self_tests(decoder))
+        self._executor = Executor(decoder, setup.epoch)
+        device.release_free_memory()
+        return RankInfo(
+            epoch=setup.epoch,
+            rank=setup.rank,
+            limits=limits,
+            num_layers=checkpoint.config.num_layers,
+            vocab_size=checkpoint.config.vocab_size,
+            fingerprint=checkpoint.fingerprint,
+            device="cpu",
+            plan=plan,
+            measured_bytes=device.resident_bytes(),
+            self_tests=tests,
+            num_threads=self._ops.num_threads,
+        )
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the present epoch."""
+        if self._executor is None:
+            raise ProtocolError("the rank is not configured")
+        return self._executor
+
+    def run(self, command: StepCommand) -> StepResult:
+        """Runs one command; see Executor.run."""
+        return self.executor.run(command)
+
+    def release(self) -> None:
+        """Leaves the group and drops the slots; weights stay."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._executor = None
+        device.release_free_memory()
+
+    def _plan(self, checkpoint: Checkpoint, shard: Shard, limits: ServingLimits) -> MemoryPlan:
+        plan = plan_memory(
+            checkpoint.config, shard, limits, device.resident_bytes(), device.available_bytes()
+        )
+        return plan if self._loaded is None else without_weights(plan)
+
+    def _weights(
+        self,
+        checkpoint: Checkpoint,
+        shard: Shard,
+        limits: ServingLimits,
+        key: tuple[str, int, int, str],
+        progress: StageProgress,
+        cancelled: Callable[[], bool],
+    ) -> ModelWeights:
+        if self._loaded is None:
+
+            def on_bytes(done: int, total: int) -> None:
+                if cancelled():
+                    raise SetupCancelledError("the stream ended while the weights were loaded")
+                progress("loading weights", done, total)
+
+            weights = load_weights(checkpoint, shard, limits.weight_dtype, self._ops, on_bytes)
+            self._loaded = _Loaded(key, weights)
+            device.release_free_memory()
+        return self._loaded.weights
+
+
+def resolve_limits(checkpoint: Checkpoint, setup: RankSetup) -> ServingLimits:
+    """The settings in full. Raises SetupError naming the setting, its value and the limit."""
+    if setup.num_slots < 1:
+        raise SetupError(f"num_slots must be at least 1, not {setup.num_slots}")
+    if setup.max_step_tokens < setup.num_slots:
+        raise SetupError(
+            f"max_step_tokens {setup.max_step_tokens} is less than num_slots {setup.num_slots}: "
+            "a step holds at least one row per slot"
+        )
+    longest = checkpoint.config.max_positions
+    if setup.max_seq_len > longest:
+        raise SetupError(
+            f"max_seq_len {setup.max_seq_len} is more than the model's {longest} positions"
+        )
+    weight_dtype = checkpoint.weight_dtype if setup.weight_dtype == "auto" else setup.weight_dtype
+    kv_dtype = weight_dtype if setup.kv_dtype == "auto" else setup.kv_dtype
+    for name, dtype in (("weight_dtype", weight_dtype), ("kv_dtype", kv_dtype)):
+        if dtype not in DTYPE_BYTES:
+            raise SetupError(
+                f"{name} {dtype!r} is not supported; supported: auto, float32, bfloat16"
+            )
+    return ServingLimits(
+        num_slots=setup.num_slots,
+        max_seq_len=setup.max_seq_len or min(longest, DEFAULT_MAX_SEQ_LEN),
+        max_step_tokens=setup.max_step_tokens,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+    )

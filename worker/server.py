@@ -1,0 +1,311 @@
+"""The gRPC face of a rank: the Run stream, health, reflection.
+
+The step thread runs everything that takes time (setting up, steps); the event loop only moves
+messages, so health answers at once whatever the load. Protobuf types stay in this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from slotwise.v1 import inference_pb2
+from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand, StepResult
+from worker.config import MAX_MESSAGE_BYTES, RELEASE_TIMEOUT_S
+from worker.errors import ProtocolError, WorkerError
+from worker.rank import Rank, RankInfo, RankSetup
+
+_LOG = logging.getLogger(__name__)
+_PROGRESS_INTERVAL_S = 0.25
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """Serves one Run stream at a time with the rank it owns.
+
+    `on_stuck(message)` is called when a step does not end although its stream has; it should end
+    the process, for nothing else frees the thread.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        health: HealthServicer,
+        on_stuck: Callable[[str], None],
+        release_timeout_s: float = RELEASE_TIMEOUT_S,
+    ) -> None:
+        self._rank = rank
+        self._health = health
+        self._on_stuck = on_stuck
+        self._release_timeout_s = release_timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._serving = False
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def Run(  # noqa: N802 (the name in worker.proto)
+        self, _requests: object, context: grpc.aio.ServicerContext
+    ) -> None:
+        """See worker.proto."""
+        if self._serving:
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS, "another stream is open; a worker serves one"
+            )
+        self._serving = True
+        ended = threading.Event()
+        name: str | None = None
+        try:
+            await self._released()
+            setup = _rank_setup(await context.read())
+            name = f"slotwise.worker/{setup.rank}"
+            await self._health.set(name, _NOT_SERVING)
+            info = await self._configure(setup, context, ended)
+            await context.write(worker_pb2.RunResponse(configured=_configured(info)))
+            await self._run_steps(name, setup.rank, context)
+        except WorkerError as error:
+            _LOG.error("stream ended: %s", error)
+            await context.abort(grpc.StatusCode[error.status], str(error))
+        finally:
+            ended.set()
+            self._serving = False
+            self._releasing = asyncio.create_task(self._release(name))
+
+    async def close(self) -> None:
+        """Waits until the last stream's slots are dropped, then ends the step thread."""
+        await self._released()
+        self._thread.shutdown()
+
+    async def _configure(
+        self, setup: RankSetup, context: grpc.aio.ServicerContext, ended: threading.Event
+    ) -> RankInfo:
+        progress = worker_pb2.LoadProgress(stage="starting")
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            nonlocal progress
+            progress = worker_pb2.LoadProgress(stage=stage, done_bytes=done, total_bytes=total)
+
+        future = asyncio.wrap_future(
+            self._thread.submit(self._rank.configure, setup, on_progress, ended.is_set)
+        )
+        # A cancelled stream does not wait for the outcome; then nobody asks for the exception.
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())
+        while not future.done():
+            await context.write(worker_pb2.RunResponse(load_progress=progress))
+            await asyncio.wait({future}, timeout=_PROGRESS_INTERVAL_S)
+        return future.result()
+
+    async def _run_steps(self, name: str, rank: int, context: grpc.aio.ServicerContext) -> None:
+        """Answers each command, in order. Commands go to the thread as they come: no idle gap."""
+        pending: asyncio.Queue[Future[StepResult] | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read_commands(context, pending))
+        first = True
+        try:
+            while (future := await pending.get()) is not None:
+                result = await asyncio.wrap_future(future)
+                await context.write(
+                    worker_pb2.RunResponse(step_result=_step_result(result, rank == 0))
+                )
+                if first:
+                    await self._health.set(name, _SERVING)
+                    first = False
+        finally:
+            reader.cancel()
+            while not pending.empty():
+                if (left := pending.get_nowait()) is not None:
+                    left.cancel()
+
+    async def _read_commands(
+        self,
+        context: grpc.aio.ServicerContext,
+        pending: asyncio.Queue[Future[StepResult] | None],
+    ) -> None:
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                pending.put_nowait(self._submit(request))
+        finally:
+            pending.put_nowait(None)
+
+    def _submit(self, request: worker_pb2.RunRequest) -> Future[StepResult]:
+        try:
+            return self._thread.submit(self._rank.run, _step_command(request))
+        except ProtocolError as error:
+            refused: Future[StepResult] = Future()
+            refused.set_exception(error)
+            return refused
+
+    async def _release(self, name: str | None) -> None:
+        """Drops the slots once the thread is free; a step that never ends, ends the process."""
+        if name is not None:
+            await self._health.set(name, _NOT_SERVING)
+        released = asyncio.wrap_future(self._thread.submit(self._rank.release))
+        done, _ = await asyncio.wait({released}, timeout=self._release_timeout_s)
+        if not done:
+            self._on_stuck(
+                f"a step still runs {self._release_timeout_s:g} s after its stream ended"
+            )
+
+    async def _released(self) -> None:
+        if self._releasing is not None:
+            await self._releasing
+
+
+async def start_server(
+    listen: str, rank: Rank, on_stuck: Callable[[str], None]
+) -> tuple[grpc.aio.Server, WorkerServicer, str]:
+    """Binds `listen` and serves; the third value is the address with the port really taken.
+
+    Raises OSError when the address is in use or cannot be bound.
+    """
+    _refuse_live_socket(listen)
+    server = grpc.aio.server(options=_OPTIONS)
+    health = HealthServicer()
+    servicer = WorkerServicer(rank, health, on_stuck)
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (
+        worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: in use or not permitted") from error
+    await server.start()
+    await health.set("", _SERVING)
+    bound = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+    return server, servicer, bound
+
+
+def _refuse_live_socket(listen: str) -> None:
+    """gRPC takes over a socket file even if another process still serves on it."""
+    if not listen.startswith("unix:"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(listen.removeprefix("unix:"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise OSError(f"cannot listen on {listen}: another process serves there")
+
+
+def _rank_setup(request: object) -> RankSetup:
+    if not isinstance(request, worker_pb2.RunRequest) or not request.HasField("configure"):
+        raise ProtocolError("the first message of a stream must be Configure")
+    message = request.configure
+    if message.epoch < 1 or message.world_size < 1:
+        raise ProtocolError(
+            f"Configure: epoch {message.epoch} and world_size {message.world_size} start at 1"
+        )
+    return RankSetup(
+        epoch=message.epoch,
+        rank=message.rank,
+        world_size=message.world_size,
+        rendezvous_address=message.rendezvous_address,
+        num_slots=message.num_slots,
+        max_seq_len=message.max_seq_len,
+        weight_dtype=message.weight_dtype or "auto",
+        kv_dtype=message.kv_dtype or "auto",
+        max_step_tokens=message.max_step_tokens,
+    )
+
+
+def _step_command(request: worker_pb2.RunRequest) -> StepCommand:
+    if not request.HasField("step"):
+        raise ProtocolError("after Configure a stream carries only steps")
+    step = request.step
+    return StepCommand(
+        epoch=step.epoch,
+        step_id=step.step_id,
+        num_steps=step.num_steps,
+        rows=tuple(_row(row) for row in step.rows),
+    )
+
+
+def _row(row: worker_pb2.Row) -> Row:
+    work = row.WhichOneof("work")
+    if work == "decode":
+        return DecodeRow(row.slot, row.generation)
+    if work == "prefill":
+        chunk = row.prefill
+        return PrefillChunk(
+            slot=row.slot,
+            generation=row.generation,
+            start=chunk.start,
+            token_ids=tuple(chunk.token_ids),
+            sample=chunk.sample,
+            setup=_slot_setup(chunk.setup) if chunk.HasField("setup") else None,
+        )
+    raise ProtocolError(f"the row of slot {row.slot} has neither prefill nor decode")
+
+
+def _slot_setup(setup: worker_pb2.SlotSetup) -> SlotSetup:
+    return SlotSetup(
+        temperature=setup.temperature,
+        top_p=setup.top_p,
+        top_k=setup.top_k,
+        min_p=setup.min_p,
+        seed=setup.seed,
+        end_token_ids=tuple(setup.end_token_ids),
+        max_len=setup.max_len,
+    )
+
+
+def _configured(info: RankInfo) -> worker_pb2.Configured:
+    return worker_pb2.Configured(
+        epoch=info.epoch,
+        rank=info.rank,
+        num_slots=info.limits.num_slots,
+        max_seq_len=info.limits.max_seq_len,
+        num_layers=info.num_layers,
+        vocab_size=info.vocab_size,
+        fingerprint=info.fingerprint,
+        weight_dtype=info.limits.weight_dtype,
+        kv_dtype=info.limits.kv_dtype,
+        device=info.device,
+        predicted_memory_bytes=info.plan.predicted_bytes,
+        measured_memory_bytes=info.measured_bytes,
+        self_tests=[
+            inference_pb2.SelfTest(name=test.name, passed=test.passed, detail=test.detail)
+            for test in info.self_tests
+        ],
+        num_threads=info.num_threads,
+    )
+
+
+def _step_result(result: StepResult, with_rows: bool) -> worker_pb2.StepResult:
+    rows = result.rows if with_rows else ()
+    return worker_pb2.StepResult(
+        epoch=result.epoch,
+        step_id=result.step_id,
+        digest=result.digest,
+        rows=[
+            worker_pb2.RowResult(
+                slot=row.slot,
+                generation=row.generation,
+                token_ids=row.token_ids,
+                corrupted=row.corrupted,
+            )
+            for row in rows
+        ],
+        duration_ns=result.duration_ns,
+    )

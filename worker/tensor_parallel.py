@@ -1,0 +1,163 @@
+"""The group of ranks that hold one model: rendezvous, sums and gathers.
+
+A sum adds the ranks' parts in rank order, so it has the same bits on every rank and for any number
+of rows. A group with one member takes the same calls and does nothing in them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from worker.errors import SetupCancelledError, SetupError
+from worker.sharding import Part
+
+_POLL = timedelta(milliseconds=500)
+
+
+class TensorParallelGroup:
+    """The collectives of a rank; `reserve` allocates their memory once."""
+
+    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._backend = backend
+        self._sums = torch.empty(0)
+        self._gathered = torch.empty(0)
+        self._own = torch.empty(0)
+        self._parts: list[Part] = []
+        self._widest = 0
+
+    def reserve(self, max_elements: int, max_rows: int, parts: list[Part]) -> None:
+        """Allocates for sums of up to `max_elements` floats and gathers of `parts` columns."""
+        if self.world_size == 1:
+            return
+        self._parts = parts
+        self._widest = max(part.size for part in parts)
+        self._sums = torch.zeros(self.world_size * max_elements)
+        self._gathered = torch.zeros(self.world_size * max_rows * self._widest)
+        self._own = torch.zeros(max_rows * self._widest)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x (float32, contiguous) becomes the sum of all ranks' x, added in rank order."""
+        if self.world_size == 1:
+            return
+        count = x.numel()
+        parts = self._sums[: self.world_size * count]
+        self._gather(parts, x.view(-1))
+        flat = x.view(-1)
+        torch.add(parts[:count], parts[count : 2 * count], out=flat)
+        for rank in range(2, self.world_size):
+            flat += parts[rank * count : (rank + 1) * count]
+
+    def gather_columns(self, local: Tensor, out: Tensor) -> None:
+        """out [B, V] = the ranks' columns side by side; local [B, V / ranks] is this rank's."""
+        if self.world_size == 1:
+            return
+        rows, widest = local.shape[0], self._widest
+        own = self._own[: rows * widest].view(rows, widest)
+        own[:, : local.shape[1]] = local
+        gathered = self._gathered[: self.world_size * rows * widest]
+        self._gather(gathered, own.view(-1))
+        by_rank = gathered.view(self.world_size, rows, widest)
+        for rank, part in enumerate(self._parts):
+            out[:, part.begin : part.end] = by_rank[rank, :, : part.size]
+
+    def close(self) -> None:
+        """Leaves the group: connections close, and peers waiting for this rank get an error."""
+        self._backend = None
+
+    def _gather(self, out: Tensor, x: Tensor) -> None:
+        if self._backend is None:
+            raise RuntimeError("the group was left")
+        self._backend._allgather_base(out, x).wait()
+
+
+def join_group(
+    rank: int,
+    world_size: int,
+    rendezvous_address: str,
+    timeout_s: float,
+    cancelled: Callable[[], bool],
+) -> TensorParallelGroup:
+    """Meets the other ranks at `rendezvous_address` ("host:port", opened by rank 0).
+
+    Waits up to `timeout_s` for them; a collective waits as long. Raises SetupError naming the ranks
+    that did not come, SetupCancelledError once `cancelled()`.
+    """
+    if world_size == 1:
+        return TensorParallelGroup(rank, world_size, None)
+    host, port = _split_address(rendezvous_address)
+    deadline = time.monotonic() + timeout_s
+    store = _open_store(host, port, rank, deadline, cancelled)
+    _meet(store, rank, world_size, deadline, cancelled)
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(host, port))]
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        backend: Any = ProcessGroupGloo(store, rank, world_size, options)
+    except RuntimeError as error:
+        raise SetupError(f"rank {rank} cannot join its group: {error}") from error
+    return TensorParallelGroup(rank, world_size, backend)
+
+
+def _open_store(
+    host: str, port: int, rank: int, deadline: float, cancelled: Callable[[], bool]
+) -> TCPStore:
+    while True:
+        try:
+            return TCPStore(host, port, is_master=rank == 0, timeout=_POLL, wait_for_workers=False)
+        except (RuntimeError, DistError) as error:
+            _go_on(f"no rendezvous at {host}:{port}: {error}", deadline, cancelled)
+            if rank == 0:
+                raise SetupError(f"rendezvous {host}:{port} cannot be opened: {error}") from error
+
+
+def _meet(
+    store: TCPStore,
+    rank: int,
+    world_size: int,
+    deadline: float,
+    cancelled: Callable[[], bool],
+) -> None:
+    store.set(f"here/{rank}", "1")
+    absent = list(range(world_size))
+    while absent:
+        try:
+            store.wait([f"here/{absent[0]}"], _POLL)
+            absent.pop(0)
+        except (RuntimeError, DistError):
+            names = ", ".join(str(peer) for peer in absent if not store.check([f"here/{peer}"]))
+            _go_on(f"waiting for rank {names}", deadline, cancelled)
+    store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
+
+
+def _go_on(waiting_for: str, deadline: float, cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise SetupCancelledError("the stream ended during the rendezvous")
+    if time.monotonic() > deadline:
+        raise SetupError(f"the group did not come together: {waiting_for}")
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise SetupError(f"rendezvous_address {address!r} is not host:port")
+    return host, int(port)
+
+
+def _local_address(host: str, port: int) -> str:
+    """This machine's address on the way to the rendezvous: where peers can reach it."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(ipaddress.ip_address(probe.getsockname()[0]))
