@@ -8,8 +8,8 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from .call_context import CallContext
 from .engine_types import EngineState
+from .status import CallContext
 
 LIVENESS = ""
 READINESS = "slotwise.v1.Inference"

@@ -10,12 +10,12 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from slotwise.v1 import inference_pb2 as pb
 
-from .engine_types import EngineInfo, Load, SlotView
+from .engine import EngineInfo, Load, SlotView
 from .errors import InvalidArgumentError
 from .generate_call import ChatInput, ChatMessage, GenerateCall, IdsInput, Input, TextInput
-from .generation import End, Generation, Update
 from .model_files import ModelInfo
 from .request import FinishReason
+from .service import End, Generation, Update
 
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -38,11 +38,13 @@ class RejectedCounts(Protocol):
 
 def refuse_unknown_fields(message: Message, path: str = "") -> None:
     """InvalidArgumentError when a newer client set a field that this server does not know."""
-    for field in UnknownFieldSet(message):  # type: ignore[no-untyped-call]
+    unknown = UnknownFieldSet(message)
+    if len(unknown) > 0:
         name = message.DESCRIPTOR.name
         raise InvalidArgumentError(
             path or name,
-            f"this server does not know field number {field.field_number} of {name}; leave it out",
+            f"this server does not know field number {unknown[0].field_number} of {name}; "
+            "leave it out",
         )
     for descriptor, value in message.ListFields():
         if descriptor.type != FieldDescriptor.TYPE_MESSAGE:

@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, TypedText, control_pattern
 from .errors import InvalidArgumentError
 from .generate_call import ChatInput, ChatMessage, IdsInput, Input, TextInput
 from .tokenizer import Tokenizer
-from .typed_text import TypedText, control_pattern
 
 T = TypeVar("T")
 

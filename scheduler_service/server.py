@@ -14,13 +14,11 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
-from .call_context import CallContext
 from .engine import EngineConfig
 from .errors import InvalidArgumentError, SlotwiseError
-from .generation import Generation
 from .request import FinishReason
-from .service import InferenceService
-from .status import to_status
+from .service import Generation, InferenceService
+from .status import CallContext, to_status
 from .validation import check_request_id
 
 T = TypeVar("T")
@@ -180,4 +178,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             log.exception("a call failed by a fault of the server")
             code, metadata = grpc.StatusCode.INTERNAL, []
             message = "a fault of the server; its log has the details"
-        await context.abort(code, message, metadata)
+        return await context.abort(code, message, metadata)
+
+
+def add_inference(server: grpc.aio.Server, service: InferenceService, config: EngineConfig) -> None:
+    """Makes a server answer slotwise.v1.Inference."""
+    servicer = InferenceServicer(service, config)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]

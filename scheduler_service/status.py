@@ -1,8 +1,9 @@
-"""The one table from our errors to gRPC statuses with google.rpc details."""
+"""The one table from our errors to gRPC statuses with google.rpc details, and a call's end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -16,6 +17,24 @@ DOMAIN = "slotwise.v1"
 MAX_MESSAGE_CHARS = 700
 
 DETAILS_KEY = "grpc-status-details-bin"
+
+
+class CallContext(Protocol):
+    """One RPC, as the server sees it. The handler is cancelled when the client goes away."""
+
+    async def write(self, message: Any) -> None:
+        """Sends one message of a stream; waits while the client is slow."""
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, bytes]] = (),
+    ) -> NoReturn:
+        """Ends the call with a status."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None: it set none."""
 
 
 def to_status(error: SlotwiseError) -> tuple[grpc.StatusCode, str, Sequence[tuple[str, bytes]]]:

@@ -10,9 +10,8 @@ from typing import Any
 
 import tokenizers
 
-from .detokenizer import Detokenizer, decode
+from .detokenizer import Detokenizer, TokenBytes, decode
 from .json_file import JsonFile, ModelFilesError
-from .token_bytes import TokenBytes
 
 # A normalizer composes at most this many characters into one.
 MAX_SHRINK = 4

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from .errors import InvalidArgumentError
 from .generate_call import GenerateCall
 from .request import Request, Sampling
-from .sampling_defaults import SamplingDefaults
-from .sampling_limits import check_min_p, check_temperature, check_top_k, check_top_p
+from .sampling import SamplingDefaults, check_min_p, check_temperature, check_top_k, check_top_p
 from .text_stream import TextOptions
 
 MAX_REQUEST_ID = 128

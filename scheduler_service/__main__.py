@@ -1,0 +1,35 @@
+"""`python -m scheduler_service --model DIR`: exit 0 after a drain, 1 when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import uvloop
+
+from .config import Config, ConfigError, parse_arguments
+from .engine import EngineFailedError
+from .json_file import ModelFilesError
+from .logs import configure_logging
+from .process import Process
+
+
+def main() -> int:
+    """Errors of the set-up go to standard error as one `error:` paragraph."""
+    try:
+        config = parse_arguments()
+        configure_logging(config.log_level, config.log_format)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(config))
+    except (ConfigError, ModelFilesError, EngineFailedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _run(config: Config) -> None:
+    await Process(config).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Settings of the scheduler process: one frozen record, checked once, and its command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .engine_types import EngineConfig
+
+DTYPES = ("auto", "float32", "bfloat16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+class ConfigError(Exception):
+    """A setting cannot be; the message names it, its value and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that the process is told. ConfigError when a value makes no sense."""
+
+    model_dir: Path
+    # "": the folder's name.
+    served_name: str = ""
+    host: str = "127.0.0.1"
+    # 0: any free port.
+    port: int = 50051
+    # What the engine is told; its fields carry their own defaults.
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    # How long running requests may go on after SIGTERM.
+    grace_s: float = 30.0
+    log_level: str = "info"
+    log_format: str = "text"
+    # Progress and readiness as JSON lines on standard output.
+    events: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError(
+                "host is empty; 127.0.0.1 is this machine only, 0.0.0.0 every network"
+            )
+        _check_range("port", self.port, 0, 65535)
+        _check_seconds("grace_s", self.grace_s, 0)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_engine(self.engine)
+
+    @property
+    def address(self) -> str:
+        """host:port, with an IPv6 host in brackets."""
+        return join_address(self.host, self.port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    _check_range("tp", engine.world_size, 1, 64)
+    if engine.worker_addresses and len(engine.worker_addresses) != engine.world_size:
+        raise ConfigError(
+            f"workers names {len(engine.worker_addresses)} addresses, and tp is "
+            f"{engine.world_size}; one per rank is needed"
+        )
+    if not engine.worker_addresses and not engine.model_dir:
+        raise ConfigError("neither worker addresses nor a model folder is given")
+    _check_range("num_slots", engine.num_slots, 1, (1 << 32) - 1)
+    _check_range("max_seq_len", engine.max_seq_len, 0, 1 << 24)
+    if engine.max_seq_len == 1:
+        raise ConfigError("max_seq_len is 1; a prompt and a generated token need 2, 0 is automatic")
+    _check_range("max_queue_len", engine.max_queue_len, 1, 1 << 20)
+    _check_range("max_queued_tokens", engine.max_queued_tokens, 0, 1 << 40)
+    _check_range("max_step_tokens", engine.max_step_tokens, 1, (1 << 32) - 1)
+    if engine.max_step_tokens < engine.num_slots:
+        raise ConfigError(
+            f"max_step_tokens is {engine.max_step_tokens}, below num_slots {engine.num_slots}; "
+            "a step must hold one token of each slot"
+        )
+    _check_range("max_outstanding", engine.max_outstanding, 1, 16)
+    _check_range("max_steps_per_command", engine.max_steps_per_command, 1, 1024)
+    _check_range("run_ahead_window_ns", engine.run_ahead_window_ns, 0, 10**10)
+    _check_range("num_threads", engine.num_threads, 0, 4096)
+    _check_choice("dtype", engine.weight_dtype, DTYPES)
+    _check_choice("kv_dtype", engine.kv_dtype, DTYPES)
+    _check_seconds("worker_timeout_s", engine.worker_timeout_s, 0.001)
+    _check_seconds("recovery_timeout_s", engine.recovery_timeout_s, 0)
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}; {low} to {high} is accepted")
+
+
+def _check_seconds(name: str, value: float, low: float) -> None:
+    if not math.isfinite(value) or value < low:
+        raise ConfigError(f"{name} is {value}; a number of seconds from {low:g} up is accepted")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; one of {', '.join(choices)} is accepted")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
+    """SystemExit on words that are not understood, ConfigError on values that cannot be."""
+    given = _parser().parse_args(arguments)
+    workers = tuple(address for address in given.workers.split(",") if address)
+    engine = EngineConfig(
+        world_size=given.tp if given.tp is not None else max(1, len(workers)),
+        worker_addresses=workers,
+        model_dir="" if workers else str(given.model),
+        num_threads=given.threads,
+        rendezvous_address=given.rendezvous,
+        num_slots=given.num_slots,
+        max_seq_len=given.max_seq_len,
+        weight_dtype=given.dtype,
+        kv_dtype=given.kv_dtype,
+        max_queue_len=given.max_queue_len,
+        max_queued_tokens=given.max_queued_tokens,
+        max_step_tokens=_step_tokens(given.max_step_tokens, given.num_slots),
+        max_outstanding=given.max_outstanding,
+        max_steps_per_command=given.max_steps_per_command,
+        run_ahead_window_ns=round(given.run_ahead_window_ms * 1e6),
+        worker_timeout_s=given.worker_timeout,
+        recovery_timeout_s=given.recovery_timeout,
+    )
+    return Config(
+        model_dir=given.model,
+        served_name=given.served_name,
+        host=given.host,
+        port=given.port,
+        engine=engine,
+        grace_s=given.grace,
+        log_level=given.log_level,
+        log_format=given.log_format,
+        events=given.events,
+    )
+
+
+def _step_tokens(given: int | None, num_slots: int) -> int:
+    return max(EngineConfig().max_step_tokens, num_slots) if given is None else given
+
+
+def _parser() -> argparse.ArgumentParser:
+    own = Config(model_dir=Path(), engine=EngineConfig(model_dir="."))
+    parser = argparse.ArgumentParser(
+        prog="python -m scheduler_service",
+        description="Serves a checkpoint over gRPC (slotwise.v1.Inference).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="checkpoint folder")
+    add("--served-name", default=own.served_name, help="name shown to clients; empty: the folder's")
+    add("--host", default=own.host, help="address to listen on")
+    add("--port", type=int, default=own.port, help="0: any free port")
+    add("--grace", type=float, default=own.grace_s, help="seconds to finish requests on SIGTERM")
+    add("--log-level", choices=LOG_LEVELS, default=own.log_level, help="least level to log")
+    add("--log-format", choices=LOG_FORMATS, default=own.log_format, help="form of log lines")
+    add("--events", action="store_true", help="progress and readiness as JSON lines on stdout")
+    _add_engine(parser, own.engine)
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
+    add = parser.add_argument
+    add("--tp", type=int, help="tensor-parallel ranks; default: one, or one per given worker")
+    add("--workers", default="", help="running workers in rank order: host:port,unix:/path,...")
+    add("--rendezvous", default=own.rendezvous_address, help="host:port where the ranks meet")
+    add("--threads", type=int, default=own.num_threads, help="per worker; 0: cores / ranks")
+    add("--num-slots", type=int, default=own.num_slots, help="requests that run at once")
+    add("--max-seq-len", type=int, default=own.max_seq_len, help="context of a slot; 0: automatic")
+    add("--dtype", choices=DTYPES, default=own.weight_dtype, help="of the weights")
+    add("--kv-dtype", choices=DTYPES, default=own.kv_dtype, help="of the KV cache")
+    add("--max-queue-len", type=int, default=own.max_queue_len, help="requests that may wait")
+    add("--max-queued-tokens", type=int, default=own.max_queued_tokens, help="0: no bound")
+    budget = f"token budget of a step; default: {own.max_step_tokens}, or num-slots if that is more"
+    add("--max-step-tokens", type=int, help=budget)
+    add("--max-outstanding", type=int, default=own.max_outstanding, help="commands sent ahead")
+    add("--max-steps-per-command", type=int, default=own.max_steps_per_command, help="decode steps")
+    window_ms = own.run_ahead_window_ns / 1e6
+    add("--run-ahead-window-ms", type=float, default=window_ms, help="length of a command")
+    add("--worker-timeout", type=float, default=own.worker_timeout_s, help="silence, in seconds")
+    add("--recovery-timeout", type=float, default=own.recovery_timeout_s, help="in seconds")

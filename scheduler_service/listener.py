@@ -1,0 +1,67 @@
+"""The gRPC server of the process: services, limits and the port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from .config import ConfigError, join_address
+from .health import READINESS, HealthService
+
+# Both ways. Texts of many MB fit; without a limit one call could fill the memory.
+MAX_MESSAGE_BYTES = 64 << 20
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A second server on the same port is an error, not a partner.
+    ("grpc.so_reuseport", 0),
+    # A client whose machine vanished is noticed within 40 s, and its slots are freed.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Clients may ping every 10 s, also when no call is open.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+
+def make_server(health: HealthService) -> grpc.aio.Server:
+    """A server with health and reflection; the API's servicer is added by the caller."""
+    server = grpc.aio.server(options=OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+    reflection.enable_server_reflection([READINESS, health_name, reflection.SERVICE_NAME], server)
+    return server
+
+
+async def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Opens the port and gives host:port as clients can dial it. ConfigError says why not."""
+    await _check_port(host, port)
+    address = join_address(host, port)
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    return join_address(host, bound)
+
+
+async def _check_port(host: str, port: int) -> None:
+    """Tries the port with a plain socket, whose errors say what is wrong; gRPC's do not."""
+    address = join_address(host, port)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {address}: {reason}; choose another --port (0 is any free one)"
+        ) from error

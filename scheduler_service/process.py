@@ -1,0 +1,126 @@
+"""The life of the scheduler process: port, model, workers, ready, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+
+import grpc
+
+from .config import Config
+from .engine import Engine, EngineState, LoadProgress
+from .health import HealthService
+from .listener import bind, make_server
+from .server import add_inference
+from .service import InferenceService, load_model
+
+# After the last request has ended: time for its last message to reach a slow client.
+LAST_MESSAGES_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Process:
+    """Serves until a signal. The first SIGTERM or SIGINT drains, the second ends at once."""
+
+    def __init__(self, config: Config) -> None:
+        """Must be made on a running event loop."""
+        self._config = config
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._health = HealthService(config.engine.world_size)
+        self._engine = Engine(config.engine, self._on_state, self._on_progress)
+
+    async def run(self) -> None:
+        """Returns when all has ended. ConfigError, ModelFilesError or EngineFailedError when the
+        service cannot start."""
+        with self._signals():
+            server = make_server(self._health)
+            address = await bind(server, self._config.host, self._config.port)
+            try:
+                await self._serve(server, address)
+            finally:
+                await self._engine.stop()
+                self._health.close()
+                await server.stop(None)
+
+    async def _serve(self, server: grpc.aio.Server, address: str) -> None:
+        model = await asyncio.to_thread(
+            load_model, self._config.model_dir, self._config.served_name
+        )
+        for setting in model.info.unapplied:
+            log.warning("generation_config.json asks for %s; it is not applied", setting)
+        service = InferenceService(model, self._engine)
+        add_inference(server, service, self._config.engine)
+        await server.start()
+        log.info("listening on %s; loading %s", address, self._config.model_dir)
+        if not await self._or_stop(self._engine.start(), self._stop):
+            log.info("told to end before the workers were ready")
+            return
+        self._tell(event="ready", address=address, model=model.info.name)
+        log.info("ready: %s on %s", model.info.name, address)
+        await self._stop.wait()
+        log.info("draining: running requests may take %g s more", self._config.grace_s)
+        await self._or_stop(self._drain(server), self._stop_now)
+        log.info("ended")
+
+    async def _drain(self, server: grpc.aio.Server) -> None:
+        await self._engine.drain(self._config.grace_s)
+        self._health.close()
+        await server.stop(LAST_MESSAGES_S)
+
+    async def _or_stop(self, work: Coroutine[object, object, None], stop: asyncio.Event) -> bool:
+        """Runs the work until it ends or `stop` is set; True when it ended by itself."""
+        task = asyncio.ensure_future(work)
+        waiter = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([task, waiter], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return True
+            return False
+        finally:
+            for future in (task, waiter):
+                future.cancel()
+            await asyncio.gather(task, waiter, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    def _on_state(self, state: EngineState) -> None:
+        log.info("engine: %s", state.value)
+        self._health.on_state(state)
+
+    def _on_progress(self, progress: LoadProgress) -> None:
+        self._tell(
+            event="loading",
+            rank=progress.rank,
+            stage=progress.stage,
+            done=progress.done_bytes,
+            total=progress.total_bytes,
+        )
+
+    def _tell(self, **event: object) -> None:
+        """One JSON line on standard output, for whoever started the process with --events."""
+        if self._config.events:
+            with contextlib.suppress(BrokenPipeError):  # the reader is gone; serving goes on
+                print(json.dumps(event), file=sys.stdout, flush=True)
