@@ -9,7 +9,9 @@ import typer
 
 from slotwise_client import InvalidArgumentError, SlotwiseError, UnavailableError
 
+from .bench import bench
 from .demo import demo
+from .doctor import doctor
 from .generate import chat, generate
 from .output import CliError, Output
 from .serve import serve
@@ -24,8 +26,9 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (serve, generate, chat, demo):
+    for command in (serve, generate, chat, demo, doctor):
         app.command()(command)
+    app.add_typer(bench, name="bench")
     return app
 
 

@@ -24,9 +24,8 @@ from slotwise_client import (
 )
 
 from .output import CliError, Output
-from .serve import JsonFlag
+from .serve import DEFAULT_SERVER, JsonFlag, ServerOption
 
-ServerOption = Annotated[str, typer.Option(help="Server as host:port.")]
 SystemOption = Annotated[str | None, typer.Option(help="System message of the chat.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this sum.")]
@@ -35,7 +34,6 @@ MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this like
 Seed = Annotated[int | None, typer.Option(help="Key of the draw; the same seed, the same answer.")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens to generate.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text; may be repeated.")]
-DEFAULT_SERVER = "127.0.0.1:50051"
 
 
 @dataclass(slots=True)

@@ -18,10 +18,13 @@ from .output import CliError, Output, Report
 from .server_process import Event, ServerProcess, report_event
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+ServerOption = Annotated[str, typer.Option(help="Server as host:port.")]
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Weights in memory: auto, float32 or bfloat16.")
 ]
+
+DEFAULT_SERVER = "127.0.0.1:50051"
 
 
 def model_folder(model: str, report: Report) -> Path:
@@ -47,7 +50,11 @@ def serve(
     kv_dtype: Annotated[str | None, typer.Option(help="KV cache: float32 or bfloat16.")] = None,
     max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
-    name: Annotated[str | None, typer.Option(help="Served name; else the folder's.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name; else the folder's.")] = None,
+    grace: Annotated[
+        float | None, typer.Option(help="Seconds that running requests get after SIGTERM [30].")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""
@@ -59,11 +66,13 @@ def serve(
         tp=tp,
         num_slots=num_slots,
         max_seq_len=max_seq_len,
-        weight_dtype=dtype,
+        dtype=dtype,
         kv_dtype=kv_dtype,
         max_queue_len=max_queue_len,
         threads=threads,
-        name=name,
+        served_name=served_name,
+        grace=grace,
+        log_level=log_level,
     )
     with output.progress() as report:
         folder = model_folder(model, report)
@@ -79,7 +88,7 @@ def serve(
             raise server.failure()
 
 
-def server_flags(**settings: str | int | None) -> list[str]:
+def server_flags(**settings: str | float | None) -> list[str]:
     """Flags for the scheduler from what was set; the rest keeps the defaults it has there."""
     flags: list[str] = []
     for name, value in settings.items():

@@ -1,0 +1,242 @@
+"""`slotwise bench ladder`: the same work at rising concurrency, beside the engine and a peer."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from slotwise_client import Client, ModelInfo, ServerInfo
+
+from .measure import Level, Run, Spread, Work, run_once
+from .output import CliError, Output, Report
+from .serve import DtypeOption, JsonFlag, model_folder, server_flags
+from .server_process import running_server
+
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: R rounds of every concurrency."""
+
+    work: Work
+    concurrency: tuple[int, ...]
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a server is and how it did."""
+
+    model: ModelInfo
+    server: ServerInfo
+    levels: tuple[Level, ...]
+
+
+@bench.command()
+def ladder(
+    model: Annotated[str, typer.Option(help="A checkpoint folder, or `demo`.")] = "demo",
+    dtype: DtypeOption = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
+    concurrency: Annotated[str, typer.Option(help="Numbers, with commas.")] = "1,2,4,8",
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 3,
+    server: Annotated[str | None, typer.Option(help="Measure this running server.")] = None,
+    in_process: Annotated[bool, typer.Option(help="Also the engine without gRPC.")] = True,
+    peer: Annotated[str | None, typer.Option(help="Also `transformers`, float32, n=1.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure 1, 2, 4, 8 requests at once: TTFT, ITL, tokens/s, ratio to one, prefill share."""
+    _check_peer(peer)
+    output = Output(as_json)
+    plan = Plan(Work(prompt_tokens, new_tokens), _counts(concurrency), repeats)
+    flags = server_flags(
+        dtype=dtype,
+        tp=tp,
+        threads=threads,
+        num_slots=max(plan.concurrency),
+        max_seq_len=prompt_tokens + new_tokens,
+    )
+    with output.progress() as report:
+        folder = model_folder(model, report)
+        with ExitStack() as stack:
+            address = server or stack.enter_context(running_server(folder, flags, report))
+            served = _measure_server(address, plan, report)
+        result = _summary(served, plan)
+        if in_process and server is None and (tp or 1) == 1:
+            _add_engine(result, _run_engine(folder, served, plan, report))
+        if peer:
+            _add_peer(result, _run_peer(folder, served, plan, report))
+    if as_json:
+        output.json(result)
+    else:
+        _show(result, output)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise CliError(f"--concurrency {text!r} is not a list like 1,2,4,8", exit_code=2)
+    return tuple(int(part) for part in parts)
+
+
+def _check_peer(peer: str | None) -> None:
+    if peer not in (None, "transformers"):
+        raise CliError(f"--peer {peer!r} is not known; known: transformers", exit_code=2)
+    if peer and importlib.util.find_spec("transformers") is None:
+        raise CliError(f"--peer needs transformers: {sys.executable} -m pip install transformers")
+
+
+def _measure_server(address: str, plan: Plan, report: Report) -> Served:
+    """Rounds go round the concurrencies, so that slow drift of the machine meets all alike."""
+    with Client(address) as client:
+        client.wait_ready(60)
+        model, info = client.model_info(timeout=60), client.server_info(timeout=60)
+    runs: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
+    warm_up = plan.work.prompts(model, 1, seed=0)
+    asyncio.run(run_once(address, warm_up, 2))
+    for repeat in range(plan.repeats):
+        for count in plan.concurrency:
+            report(f"{count} at once, round {repeat + 1} of {plan.repeats}", 0, 0)
+            prompts = plan.work.prompts(model, count, seed=1000 * (repeat + 1) + count)
+            runs[count].append(asyncio.run(run_once(address, prompts, plan.work.new_tokens)))
+    return Served(model, info, tuple(Level.of(count, runs[count]) for count in plan.concurrency))
+
+
+def _summary(served: Served, plan: Plan) -> dict[str, Any]:
+    worker = served.server.workers[0]
+    one = next((level for level in served.levels if level.concurrency == 1), None)
+    levels = []
+    for level in served.levels:
+        ratio = level.tokens_per_s.median / one.tokens_per_s.median if one else None
+        levels.append({**asdict(level), "ratio_to_one": ratio})
+    return {
+        "model": served.model.name,
+        "device": worker.device,
+        "weight_dtype": worker.weight_dtype,
+        "kv_dtype": worker.kv_dtype,
+        "tp": len(served.server.workers),
+        "num_threads": worker.num_threads,
+        "num_cores": len(os.sched_getaffinity(0)),
+        "prompt_tokens": plan.work.prompt_tokens,
+        "new_tokens": plan.work.new_tokens,
+        "repeats": plan.repeats,
+        "levels": levels,
+    }
+
+
+def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dict[int, list[float]]:
+    """Wall times in ms of the engine in its own process, by concurrency; the same shape of work."""
+    report("the engine without gRPC", 0, 0)
+    worker = served.server.workers[0]
+    rounds = [str(count) for count in plan.concurrency for _ in range(plan.repeats)]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as prompts_file:
+        prompts = plan.work.prompts(served.model, max(plan.concurrency), seed=1)
+        json.dump(prompts, prompts_file)
+        prompts_file.flush()
+        command = [sys.executable, "-m", "worker", "bench", "--model", str(folder), "--json"]
+        command += ["--weight-dtype", worker.weight_dtype, "--kv-dtype", worker.kv_dtype]
+        command += ["--threads", str(worker.num_threads), "--new-tokens", str(plan.work.new_tokens)]
+        command += ["--prompt-token-ids-json", prompts_file.name, "--concurrency", *rounds]
+        answer = run_json(command)
+    walls: dict[int, list[float]] = {}
+    for level in answer["ladder"]:
+        walls.setdefault(level["concurrency"], []).append(level["wall_ms"])
+    return walls
+
+
+def _add_engine(result: dict[str, Any], walls: dict[int, list[float]]) -> None:
+    """Put the engine's figures beside the server's; `grpc_time_ratio` is server over engine."""
+    for level in result["levels"]:
+        count = level["concurrency"]
+        tokens = count * result["new_tokens"]
+        speed = Spread.of([tokens / wall * 1e3 for wall in walls[count]])
+        level["in_process_tokens_per_s"] = asdict(speed)
+        level["grpc_time_ratio"] = level["wall_ms"]["median"] / statistics.median(walls[count])
+
+
+def _run_peer(folder: Path, served: Served, plan: Plan, report: Report) -> dict[str, Any]:
+    report("transformers, one request at a time", 0, 0)
+    job = {
+        "model": str(folder),
+        "prompts": plan.work.prompts(served.model, plan.repeats, seed=2),
+        "new_tokens": plan.work.new_tokens,
+        "num_threads": served.server.workers[0].num_threads,
+    }
+    return run_json([sys.executable, "-m", "slotwise_cli.peer_transformers"], json.dumps(job))
+
+
+def _add_peer(result: dict[str, Any], answer: dict[str, Any]) -> None:
+    speed = Spread.of(answer["tokens_per_s"])
+    peer = {
+        "name": f"transformers {answer['version']}, float32, n=1",
+        "num_threads": answer["num_threads"],
+        "tokens_per_s": asdict(speed),
+        "ttft_ms_p50": statistics.median(answer["ttft_ms"]),
+    }
+    for level in result["levels"]:
+        if level["concurrency"] == 1:
+            peer["ratio_at_one"] = level["tokens_per_s"]["median"] / speed.median
+    result["peer"] = peer
+
+
+def run_json(command: list[str], text: str = "") -> dict[str, Any]:
+    """Run a helper of ours that prints JSON; CliError with its last line when it fails."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise CliError(f"`{' '.join(command[1:4])}` failed: {last}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def _show(result: dict[str, Any], output: Output) -> None:
+    output.line(
+        f"{result['model']}, {result['device']}, {result['weight_dtype']}, TP {result['tp']}, "
+        f"{result['num_threads']} threads; {result['prompt_tokens']} prompt + "
+        f"{result['new_tokens']} new tokens per request, median of {result['repeats']}"
+    )
+    with_engine = "grpc_time_ratio" in result["levels"][0]
+    table = Table()
+    heads = ["n", "tok/s", "spread", "x n=1", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "prefill"]
+    for head in heads + (["engine tok/s", "time / engine"] if with_engine else []):
+        table.add_column(head, justify="right")
+    for level in result["levels"]:
+        table.add_row(*_row(level))
+    output.stdout.print(table)
+    if "peer" in result:
+        peer = result["peer"]
+        ratio = f"; Slotwise at n=1: {peer['ratio_at_one']:.2f}x" if "ratio_at_one" in peer else ""
+        output.line(f"{peer['name']}: {peer['tokens_per_s']['median']:.1f} tok/s{ratio}")
+
+
+def _row(level: dict[str, Any]) -> list[str]:
+    speed = Spread(**level["tokens_per_s"])
+    ratio = level["ratio_to_one"]
+    cells = [
+        str(level["concurrency"]),
+        f"{speed.median:.1f}",
+        f"{speed.percent:.0f} %",
+        "-" if ratio is None else f"{ratio:.2f}",
+        f"{level['ttft_ms_p50']:.0f}",
+        f"{level['itl_ms_p50']:.1f}",
+        f"{level['itl_ms_p99']:.1f}",
+        f"{level['prefill_share'] * 100:.0f} %",
+    ]
+    if "grpc_time_ratio" in level:
+        cells.append(f"{level['in_process_tokens_per_s']['median']:.1f}")
+        cells.append(f"{level['grpc_time_ratio']:.3f}")
+    return cells

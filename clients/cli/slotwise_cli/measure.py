@@ -1,0 +1,157 @@
+"""Measuring a server from outside: fixed work at a given concurrency, timed at this end."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from slotwise_client import AsyncClient, Delta, ModelInfo
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every request does: read `prompt_tokens` ids, generate exactly `new_tokens`."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+    def prompts(self, model: ModelInfo, count: int, seed: int) -> list[list[int]]:
+        """`count` different prompts of random ordinary ids, the same for the same seed."""
+        draw = random.Random(seed)
+        special = {*model.end_token_ids, model.bos_token_id}
+        ids = [i for i in range(model.vocab_size) if i not in special]
+        return [draw.choices(ids, k=self.prompt_tokens) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When one request was sent (s), and when how many of its tokens arrived."""
+
+    sent: float
+    arrivals: tuple[tuple[float, int], ...]
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first token."""
+        return (self.arrivals[0][0] - self.sent) * 1e3
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that arrived."""
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def itl_ms(self) -> list[float]:
+        """Times between tokens; tokens of one message share the wait before it evenly."""
+        gaps: list[float] = []
+        for (before, _), (now, count) in pairwise(self.arrivals):
+            gaps += [(now - before) * 1e3 / count] * count
+        return gaps
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One round at one concurrency."""
+
+    timelines: tuple[Timeline, ...]
+    prefill_share: float
+
+    @property
+    def wall_s(self) -> float:
+        """From the first request sent to the last token."""
+        last = max(timeline.arrivals[-1][0] for timeline in self.timelines)
+        return last - min(timeline.sent for timeline in self.timelines)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens of all requests over the wall time, prefill included."""
+        return sum(timeline.num_tokens for timeline in self.timelines) / self.wall_s
+
+
+async def run_once(address: str, prompts: Prompts, new_tokens: int) -> Run:
+    """Send all prompts at once and wait for all answers.
+
+    `prefill_share` is the part of the workers' step time in steps that held a prefill chunk; it is
+    that of the server, so nothing else should run there.
+    """
+    async with AsyncClient(address) as client:
+        before = await client.load(timeout=60)
+        requests = (_follow(client, prompt, new_tokens) for prompt in prompts)
+        timelines = await asyncio.gather(*requests)
+        after = await client.load(timeout=60)
+    prefill = after.prefill_step_ns - before.prefill_step_ns
+    decode = after.decode_step_ns - before.decode_step_ns
+    return Run(tuple(timelines), prefill / max(prefill + decode, 1))
+
+
+async def _follow(client: AsyncClient, prompt: Sequence[int], new_tokens: int) -> Timeline:
+    arrivals: list[tuple[float, int]] = []
+    sent = time.perf_counter()
+    stream = client.generate(
+        prompt, temperature=0, max_new_tokens=new_tokens, ignore_eos=True, timeout=600
+    )
+    async for event in stream:
+        if isinstance(event, Delta) and event.token_ids:
+            arrivals.append((time.perf_counter(), len(event.token_ids)))
+    return Timeline(sent, tuple(arrivals))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, least and greatest of some repeats."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """At least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    @property
+    def percent(self) -> float:
+        """Distance of the extremes over the median."""
+        return (self.max - self.min) / self.median * 100
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """All rounds at one concurrency, summed up."""
+
+    concurrency: int
+    tokens_per_s: Spread
+    wall_ms: Spread
+    ttft_ms_p50: float
+    ttft_ms_max: float
+    itl_ms_p50: float
+    itl_ms_p99: float
+    prefill_share: float
+
+    @classmethod
+    def of(cls, concurrency: int, runs: Sequence[Run]) -> "Level":
+        """At least one run, each of at least two tokens per request."""
+        ttfts = [timeline.ttft_ms for run in runs for timeline in run.timelines]
+        gaps = [gap for run in runs for timeline in run.timelines for gap in timeline.itl_ms]
+        return cls(
+            concurrency=concurrency,
+            tokens_per_s=Spread.of([run.tokens_per_s for run in runs]),
+            wall_ms=Spread.of([run.wall_s * 1e3 for run in runs]),
+            ttft_ms_p50=percentile(ttfts, 50),
+            ttft_ms_max=max(ttfts),
+            itl_ms_p50=percentile(gaps, 50),
+            itl_ms_p99=percentile(gaps, 99),
+            prefill_share=statistics.median(run.prefill_share for run in runs),
+        )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least value with at least `percent` of the values at or below it."""
+    ordered = sorted(values)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(int(rank) - 1, 0)]
