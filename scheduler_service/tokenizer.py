@@ -93,7 +93,24 @@ def _build(path: Path, file: JsonFile, added: list[dict[str, Any]]) -> tokenizer
     values = {key: file.raw(key) for key in keys}
     # The server decides lengths itself: truncation and padding of the file are not used.
     values |= {"added_tokens": added, "truncation": None, "padding": None}
+    values["model"] = _with_ids(values["model"], added)
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(values))
+        built = tokenizers.Tokenizer.from_str(json.dumps(values))
     except Exception as error:  # the library raises plain Exception
         raise ModelFilesError(f"{path}: not a usable tokenizer: {error}") from error
+    for token in added:
+        found = built.token_to_id(token["content"])
+        if found != token["id"]:
+            raise ModelFilesError(
+                f"{path}: added token {token['content']!r} has id {token['id']}, "
+                f"but reads as {found}"
+            )
+    return built
+
+
+def _with_ids(model: Any, added: list[dict[str, Any]]) -> Any:
+    """The library numbers added tokens by itself, unless the model knows them by their id."""
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        return model
+    ids = {token["content"]: token["id"] for token in added}
+    return {**model, "vocab": {**ids, **model["vocab"]}}

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scheduler_service.config import Config, ConfigError, join_address, parse_arguments
+from scheduler_service.engine_types import EngineConfig
+
+ENGINE = EngineConfig(model_dir="m")
+CONFIG = Config(model_dir=Path("m"), engine=ENGINE)
+
+
+def test_the_command_line_without_flags_gives_the_defaults():
+    assert parse_arguments(["--model", "m"]) == CONFIG
+
+
+def test_flags_arrive():
+    flags = "--model m --host :: --port 0 --tp 2 --num-slots 4 --max-seq-len 64 --dtype bfloat16"
+    flags += " --kv-dtype float32 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
+    flags += " --served-name n --threads 2 --run-ahead-window-ms 2.5 --worker-timeout 7"
+    flags += " --recovery-timeout 8 --log-format json --log-level debug"
+    config = parse_arguments(flags.split())
+    assert (config.address, config.served_name, config.grace_s) == ("[::]:0", "n", 1.5)
+    assert config.events
+    assert (config.log_format, config.log_level) == ("json", "debug")
+    engine = config.engine
+    assert (engine.world_size, engine.num_slots, engine.max_seq_len) == (2, 4, 64)
+    assert (engine.weight_dtype, engine.kv_dtype) == ("bfloat16", "float32")
+    assert (engine.max_queue_len, engine.max_step_tokens, engine.num_threads) == (3, 9, 2)
+    assert engine.run_ahead_window_ns == 2_500_000
+    assert (engine.worker_timeout_s, engine.recovery_timeout_s) == (7, 8)
+
+
+def test_given_workers_are_not_spawned():
+    config = parse_arguments(["--model", "m", "--workers", "a:1,unix:/b"])
+    assert config.engine.worker_addresses == ("a:1", "unix:/b")
+    assert (config.engine.world_size, config.engine.model_dir) == (2, "")
+
+
+def test_many_slots_widen_the_step_unless_it_is_given():
+    assert parse_arguments(["--model", "m", "--num-slots", "300"]).engine.max_step_tokens == 300
+    with pytest.raises(ConfigError, match=r"max_step_tokens is 256, below num_slots 300"):
+        parse_arguments(["--model", "m", "--num-slots", "300", "--max-step-tokens", "256"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 0}, "tp is 0"),
+        ({"worker_addresses": ("a:1",), "world_size": 2}, "1 addresses, and tp is 2"),
+        ({"model_dir": ""}, "neither"),
+        ({"num_slots": 0}, "num_slots is 0; 1 to"),
+        ({"max_seq_len": -1}, "max_seq_len is -1"),
+        ({"max_seq_len": 1}, "max_seq_len is 1"),
+        ({"max_queue_len": 0}, "max_queue_len is 0"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0"),
+        ({"max_outstanding": 0}, "max_outstanding is 0"),
+        ({"weight_dtype": "int4"}, "dtype is 'int4'; one of auto, float32, bfloat16"),
+        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
+        ({"worker_timeout_s": 0.0}, "worker_timeout_s is 0"),
+        ({"recovery_timeout_s": float("nan")}, "recovery_timeout_s is nan"),
+    ],
+)
+def test_engine_settings_that_cannot_be(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        Config(model_dir=Path("m"), engine=replace(ENGINE, **changes))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host": ""}, "host is empty"),
+        ({"port": 65536}, "port is 65536; 0 to 65535"),
+        ({"grace_s": -1.0}, "grace_s is -1"),
+        ({"log_level": "loud"}, "log_level is 'loud'"),
+        ({"log_format": "xml"}, "log_format is 'xml'"),
+    ],
+)
+def test_process_settings_that_cannot_be(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        replace(CONFIG, **changes)
+    assert words in str(caught.value)
+
+
+def test_addresses():
+    assert join_address("127.0.0.1", 5) == "127.0.0.1:5"
+    assert join_address("::1", 5) == "[::1]:5"
