@@ -1,11 +1,20 @@
-"""The async shell around the scheduler: workers, requests and time."""
+"""The async shell around the scheduler: workers, requests and time.
+
+One task brings the group up, then receives results for ever; `submit` and timers plan in between.
+Everything runs on one event loop, and nothing that a client does can make it wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
 
+from .counters import Counters
 from .engine_types import (
     EngineConfig,
+    EngineFailedError,
     EngineInfo,
     EngineState,
     Geometry,
@@ -14,9 +23,16 @@ from .engine_types import (
     SelfTestReport,
     WorkerReport,
 )
-from .request import FinishReason, Request
+from .errors import QueueFullError, UnavailableError, UnknownRequestError
+from .group_errors import GroupError
+from .group_starter import GroupStarter
+from .request import Event, FinishedEvent, FinishReason, Request
 from .request_stream import RequestStream
+from .scheduler import Scheduler
+from .serve_loop import EngineBugError, ServeLoop
 from .slots import SlotView
+from .warm_up import NUM_WARM_UP_STEPS
+from .worker_group import WorkerGroup
 
 __all__ = [
     "Engine",
@@ -33,9 +49,16 @@ __all__ = [
     "WorkerReport",
 ]
 
+_log = logging.getLogger(__name__)
 
-class EngineFailedError(Exception):
-    """The engine cannot start: a fault that another try would not mend. The message says what."""
+# Groups lost in a row without a single result between: the running requests may be the cause.
+_MAX_FRUITLESS_EPOCHS = 3
+_REFUSALS = {
+    EngineState.STARTING: "the server is starting; retry when it is ready",
+    EngineState.DOWN: "the workers are lost and have not come back; retry later or elsewhere",
+    EngineState.DRAINING: "the server is shutting down; go elsewhere",
+    EngineState.STOPPED: "the server has stopped; go elsewhere",
+}
 
 
 class Engine:
@@ -49,19 +72,33 @@ class Engine:
         config: EngineConfig,
         on_state: Callable[[EngineState], None],
         on_progress: Callable[[LoadProgress], None],
+        group: WorkerGroup | None = None,
     ) -> None:
         """on_state is called on the loop at each change, on_progress while workers load; neither
-        may block or raise. The first state, STARTING, is not reported."""
-        raise NotImplementedError
+        may block or raise. The first state, STARTING, is not reported. `group` is for tests."""
+        self._config = config
+        self._on_state = on_state
+        self._group = group or WorkerGroup(config, on_progress)
+        self._starter = GroupStarter(self._group)
+        self._state = EngineState.STARTING
+        self._loop: ServeLoop | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+        self._ready = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+        self._num_fruitless_epochs = 0
+        self._rejected_full = 0
+        self._rejected_unavailable = 0
 
     @property
     def state(self) -> EngineState:
-        raise NotImplementedError
+        return self._state
 
     @staticmethod
     def now_ns() -> int:
         """The clock of Request.arrival_ns and deadline_ns (monotonic)."""
-        raise NotImplementedError
+        return time.monotonic_ns()
 
     async def start(self) -> None:
         """Spawns (if so configured), configures and warms up the workers; returns when READY.
@@ -69,18 +106,48 @@ class Engine:
         Keeps trying while workers cannot be reached. EngineFailedError: a fault that stays, with
         the worker's own words. Cancelling it (or calling `stop`) gives up cleanly.
         """
-        raise NotImplementedError
+        self._main = asyncio.create_task(self._run(), name="engine")
+        self._main.add_done_callback(self._on_main_end)
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait({self._main, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.is_set():
+                await self._main
+        except BaseException:
+            stopped = self._state is EngineState.STOPPED
+            await self.stop()
+            if stopped:
+                raise EngineFailedError("stopped before it was ready") from None
+            raise
+        finally:
+            ready.cancel()
 
     def info(self) -> EngineInfo:
         """UnavailableError before the first group is configured."""
-        raise NotImplementedError
+        if self._starter.info is None:
+            raise UnavailableError(_REFUSALS[EngineState.STARTING])
+        return self._starter.info
 
     def submit(self, request: Request) -> RequestStream:
         """Queues a validated request (prompt + max_new_tokens fits geometry.max_seq_len).
 
         DuplicateRequestError, QueueFullError, or UnavailableError (starting, draining, down).
         """
-        raise NotImplementedError
+        refusal = _REFUSALS.get(self._state)
+        if refusal is not None:
+            self._rejected_unavailable += 1
+            raise UnavailableError(refusal)
+        loop = self._started_loop()
+        try:
+            queue_position = loop.scheduler.submit(request)
+        except QueueFullError:
+            self._rejected_full += 1
+            raise
+        stream = RequestStream(request.request_id, queue_position)
+        self._streams[request.request_id] = stream
+        self._all_ended.clear()
+        loop.pump_soon()
+        return stream
 
     def cancel(
         self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, message: str = ""
@@ -89,7 +156,11 @@ class Engine:
 
         UnknownRequestError when none of that id waits or runs (it has ended already).
         """
-        raise NotImplementedError
+        if request_id not in self._streams:
+            raise UnknownRequestError(f"no request of id {request_id!r} waits or runs")
+        loop = self._started_loop()
+        self._tell([loop.scheduler.cancel(request_id, reason, self.now_ns(), message)])
+        loop.pump_soon()
 
     def stop_request(self, request_id: str, num_tokens: int) -> bool:
         """A stop string was found: ends the request with STOP and num_tokens generated tokens.
@@ -97,23 +168,154 @@ class Engine:
         False when it had ended by itself: its FinishedEvent is in the stream. Else the stream's
         next FinishedEvent is this one; TokenEvents still in the stream before it are to be dropped.
         """
-        raise NotImplementedError
+        if request_id not in self._streams:
+            return False
+        loop = self._started_loop()
+        self._tell([loop.scheduler.stop(request_id, num_tokens, self.now_ns())])
+        loop.pump_soon()
+        return True
 
     def load(self) -> Load:
-        raise NotImplementedError
+        """UnavailableError before the first group is configured."""
+        geometry = self.info().geometry
+        loop = self._started_loop()
+        scheduler = loop.scheduler
+        return Load(
+            num_running=len(scheduler.seats),
+            num_waiting=len(scheduler.queue),
+            num_slots=geometry.num_slots,
+            num_used_tokens=scheduler.num_used_tokens,
+            max_total_tokens=geometry.num_slots * geometry.max_seq_len,
+            num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
+            counters=scheduler.counters,
+            rejected_full=self._rejected_full,
+            rejected_unavailable=self._rejected_unavailable,
+            engine_silence_ns=loop.silence_ns,
+        )
 
     def slots(self) -> list[SlotView]:
         """All slots in order of index; empty before the first group is configured."""
-        raise NotImplementedError
+        return [] if self._loop is None else self._loop.scheduler.slot_views()
 
     async def drain(self, grace_s: float) -> None:
         """State DRAINING: refuses new requests, waits until the accepted ones have ended, at most
         grace_s; ends the rest with ERROR / UNAVAILABLE."""
-        raise NotImplementedError
+        self._set_state(EngineState.DRAINING)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._all_ended.wait()
+        except TimeoutError:
+            _log.warning("%d requests outlived the grace of %g s", len(self._streams), grace_s)
+        self._end_all("UNAVAILABLE", "the server shut down before the request had finished")
 
     async def stop(self) -> None:
         """Ends every request with ERROR / UNAVAILABLE, closes the streams, ends spawned workers.
 
         State STOPPED. May be called in any state, also during `start` and `drain`, and twice.
         """
-        raise NotImplementedError
+        self._set_state(EngineState.STOPPED)
+        self._end_all("UNAVAILABLE", "the server has stopped")
+        if self._main is not None:
+            self._main.cancel()
+            await asyncio.wait({self._main})
+        if self._loop is not None:
+            self._loop.close()
+        await self._group.close()
+
+    async def _run(self) -> None:
+        info = await self._starter.first_start()
+        self._loop = self._new_loop(info, None)
+        while True:
+            self._loop.scheduler.rebuild(self._starter.epoch, NUM_WARM_UP_STEPS + 1)
+            self._set_state(EngineState.READY)
+            self._ready.set()
+            await self._recover(await self._serve(self._loop))
+
+    def _on_main_end(self, main: asyncio.Task[None]) -> None:
+        """The main task ends only by `stop`, by a failed start, or by a bug."""
+        if main.cancelled() or not self._ready.is_set():
+            return
+        _log.critical(
+            "the engine's task failed; nothing is served any more", exc_info=main.exception()
+        )
+        self._set_state(EngineState.DOWN)
+        if self._loop is not None:
+            self._tell(self._loop.abandon("the engine failed; see the server's log"))
+
+    async def _serve(self, loop: ServeLoop) -> GroupError:
+        """Serves until the group is lost; returns why."""
+        try:
+            cause = await loop.serve()
+        except EngineBugError as error:
+            cause = error
+        if isinstance(cause, EngineBugError):
+            _log.error("the engine failed, all requests end INTERNAL", exc_info=cause)
+            self._replace_loop(loop)
+        self._num_fruitless_epochs = 0 if loop.num_results else self._num_fruitless_epochs + 1
+        return cause
+
+    async def _recover(self, cause: GroupError) -> None:
+        """Brings the group up under a new epoch; requests wait, up to a bound."""
+        self._set_state(EngineState.RECOVERING)
+        _log.error("the worker group is lost: %s", cause)
+        if self._num_fruitless_epochs >= _MAX_FRUITLESS_EPOCHS:
+            self._end_running(f"the workers were lost {self._num_fruitless_epochs} times in a row")
+        clock = asyncio.get_running_loop()
+        give_up = clock.call_later(self._config.recovery_timeout_s, self._give_up)
+        try:
+            await self._starter.restart()
+        finally:
+            give_up.cancel()
+        _log.info("the worker group is back, epoch %d", self._starter.epoch)
+
+    def _give_up(self) -> None:
+        self._set_state(EngineState.DOWN)
+        self._end_all(
+            "UNAVAILABLE",
+            f"the workers have not come back within {self._config.recovery_timeout_s:g} s",
+        )
+
+    def _new_loop(self, info: EngineInfo, counters: Counters | None) -> ServeLoop:
+        limits = self._config.limits(info.geometry)
+        scheduler = Scheduler(limits, counters)
+        return ServeLoop(scheduler, self._group, self._tell, self._config.worker_timeout_s)
+
+    def _replace_loop(self, broken: ServeLoop) -> None:
+        """Ends all requests and goes on with a new scheduler."""
+        self._tell(broken.abandon("the engine failed; see the server's log"))
+        self._loop = self._new_loop(self.info(), broken.scheduler.counters)
+
+    def _end_all(self, status: str, message: str) -> None:
+        for request_id in list(self._streams):
+            self._end(request_id, status, message)
+
+    def _end_running(self, message: str) -> None:
+        for seat in list(self._started_loop().scheduler.seats.values()):
+            self._end(seat.request.request_id, "UNAVAILABLE", message)
+
+    def _end(self, request_id: str, status: str, message: str) -> None:
+        scheduler = self._started_loop().scheduler
+        now_ns = self.now_ns()
+        self._tell([scheduler.cancel(request_id, FinishReason.ERROR, now_ns, message, status)])
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, FinishedEvent):
+                self._streams.pop(event.request_id).push(event)
+            else:
+                self._streams[event.request_id].push(event)
+        if not self._streams:
+            self._all_ended.set()
+
+    def _set_state(self, state: EngineState) -> None:
+        """Draining and stopping are for good, whatever becomes of the workers meanwhile."""
+        if self._state is EngineState.STOPPED or state is self._state:
+            return
+        if self._state is EngineState.DRAINING and state is not EngineState.STOPPED:
+            return
+        self._state = state
+        self._on_state(state)
+
+    def _started_loop(self) -> ServeLoop:
+        assert self._loop is not None, "the engine is not started"
+        return self._loop

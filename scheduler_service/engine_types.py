@@ -6,6 +6,11 @@ import enum
 from dataclasses import dataclass
 
 from .counters import Counters
+from .limits import Limits
+
+
+class EngineFailedError(Exception):
+    """The engine cannot start: a fault that another try would not mend. The message says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,25 @@ class EngineConfig:
     max_outstanding: int = 2
     max_steps_per_command: int = 8
     run_ahead_window_ns: int = 10_000_000
+    # Time for a worker to listen, the import of its libraries included.
+    connect_timeout_s: float = 60.0
     # Silence of a worker, while a message of it is due, after which the group is restarted.
     worker_timeout_s: float = 30.0
     # Time a recovery may take before running requests end UNAVAILABLE.
     recovery_timeout_s: float = 60.0
+
+    def limits(self, geometry: Geometry) -> Limits:
+        """The scheduler's limits for the slots that the workers really have."""
+        return Limits(
+            num_slots=geometry.num_slots,
+            max_seq_len=geometry.max_seq_len,
+            max_step_tokens=self.max_step_tokens,
+            max_queue_len=self.max_queue_len,
+            max_queued_tokens=self.max_queued_tokens,
+            max_outstanding=self.max_outstanding,
+            max_steps_per_command=self.max_steps_per_command,
+            run_ahead_window_ns=self.run_ahead_window_ns,
+        )
 
 
 class EngineState(enum.Enum):
@@ -97,6 +117,15 @@ class Geometry:
     fingerprint: str
     weight_dtype: str
     kv_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfigured:
+    """One rank's answer to being configured."""
+
+    epoch: int
+    geometry: Geometry
+    report: WorkerReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,12 @@ def _check_seat(scheduler: Scheduler, seat: Seat) -> None:
             f"{name}: {num_generated} tokens known, {seat.num_generated_planned} planned, "
             f"the limit is {request.max_new_tokens}"
         )
+    num_known = len(seat.prefill_token_ids) - len(request.prompt_token_ids)
+    num_planned = seat.num_prefill_planned + seat.num_generated_planned - num_known
+    if seat.num_computed > num_planned:
+        raise IntegrityError(
+            f"{name}: {seat.num_computed} positions computed, {num_planned} were planned"
+        )
     in_flight = any(
         (row.slot, row.generation) == (seat.slot, seat.generation)
         for step in scheduler.outstanding

@@ -1,0 +1,141 @@
+"""Drives the scheduler with a worker group: commands out, results in, deadlines on time.
+
+Event-driven: a result, a new request, a cancel or a deadline plans the next commands at once. There
+is no polling, and no step waits for a round trip while the scheduler may run ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from .finished import finished_event
+from .group_errors import GroupError, WorkerLostError
+from .request import Event, FinishReason
+from .scheduler import ResultError, Scheduler
+from .silence import SilenceWatch
+from .worker_group import WorkerGroup
+
+# Shortest timer; an event loop may fire a little early, and then looks again.
+_MIN_TIMER_S = 0.001
+
+
+class EngineBugError(GroupError):
+    """Our own code failed; the scheduler's state is not to be trusted."""
+
+
+class ServeLoop:
+    """One scheduler, and the group that runs its commands while `serve` is awaited."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        group: WorkerGroup,
+        tell: Callable[[Iterable[Event]], None],
+        worker_timeout_s: float,
+    ) -> None:
+        """`tell` is given the events of requests, in order."""
+        self.scheduler = scheduler
+        self.num_results = 0
+        self._group = group
+        self._tell = tell
+        self._silence = SilenceWatch(worker_timeout_s, self._on_silence)
+        self._is_serving = False
+        self._pump_is_due = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def silence_ns(self) -> int:
+        """Time since the last result while one is due, a recovery included; 0 when idle."""
+        return self._silence.silence_ns
+
+    async def serve(self) -> GroupError:
+        """Serves until the group is lost; returns why. EngineBugError: the scheduler is broken."""
+        self._silence.stop()
+        self._is_serving = True
+        self.num_results = 0
+        try:
+            self._pump()
+            while True:
+                result = await self._group.receive()
+                self.num_results += 1
+                self._tell(self.scheduler.apply_result(result, time.monotonic_ns()))
+                self._silence.heard(more_is_due=bool(self.scheduler.outstanding))
+                self._pump()
+        except GroupError as error:
+            return error
+        except ResultError as error:
+            return GroupError(f"worker 0 broke the protocol: {error}")
+        except Exception as error:
+            raise EngineBugError(repr(error)) from error
+        finally:
+            self._is_serving = False
+            self._silence.suspend()
+
+    def pump_soon(self) -> None:
+        """Plans in this turn of the event loop, once for all that call."""
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump_now)
+
+    def abandon(self, message: str) -> list[Event]:
+        """Ends all requests INTERNAL without asking a scheduler that may be broken; then `close`."""
+        requests = list(self.scheduler.requests.values())
+        self.scheduler.requests.clear()
+        self.close()
+        now_ns = time.monotonic_ns()
+        events: list[Event] = []
+        for request in requests:
+            self.scheduler.counters.count_end(FinishReason.ERROR)
+            num_generated = len(request.generated_token_ids)
+            events.append(
+                finished_event(
+                    request, FinishReason.ERROR, num_generated, now_ns, None, message, "INTERNAL"
+                )
+            )
+        return events
+
+    def close(self) -> None:
+        """No more timers."""
+        self._silence.stop()
+        self._cancel_deadline_timer()
+
+    def _pump_now(self) -> None:
+        self._pump_is_due = False
+        try:
+            self._pump()
+        except Exception as error:
+            # Raised again where `serve` waits, which is the one place that handles it.
+            self._group.fail(EngineBugError(repr(error)))
+
+    def _pump(self) -> None:
+        """Ends what is due, then plans and sends while the scheduler has commands."""
+        now_ns = time.monotonic_ns()
+        self._tell(self.scheduler.expire(now_ns))
+        self._arm_deadline_timer(now_ns)
+        if not self._is_serving:
+            return
+        while (command := self.scheduler.plan_step(now_ns)) is not None:
+            self._group.send(command)
+            self._silence.expect()
+        if self.scheduler.is_empty and not self.scheduler.outstanding:
+            self.scheduler.check_integrity()
+
+    def _arm_deadline_timer(self, now_ns: int) -> None:
+        self._cancel_deadline_timer()
+        deadline_ns = self.scheduler.next_deadline_ns
+        if deadline_ns is not None:
+            delay_s = max(_MIN_TIMER_S, (deadline_ns - now_ns) / 1e9)
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_later(delay_s, self.pump_soon)
+
+    def _cancel_deadline_timer(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+
+    def _on_silence(self, silence_s: float) -> None:
+        self._group.fail(
+            WorkerLostError(0, f"no result for {silence_s:.1f} s while a step is due on all ranks")
+        )

@@ -1,0 +1,160 @@
+"""Spawns the worker processes of this host, and leaves none behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .group_errors import GroupError, SetupError
+
+_log = logging.getLogger(__name__)
+_worker_log = logging.getLogger("slotwise.worker")
+
+_MAX_LINE_BYTES = 1024 * 1024
+_NUM_LAST_LINES = 20
+_TERM_GRACE_S = 3.0
+
+# The command line of one rank: (rank, address) -> arguments.
+Command = Callable[[int, str], Sequence[str]]
+
+
+class WorkerExitError(SetupError):
+    """A worker process ended by itself; the message has its last words."""
+
+
+def worker_command(model_dir: str, world_size: int, num_threads: int) -> Command:
+    """`python -m worker` of this interpreter. num_threads 0: cores // world_size, at least 1."""
+    threads = num_threads or max(1, (os.cpu_count() or 1) // world_size)
+
+    def command(_rank: int, address: str) -> Sequence[str]:
+        return [
+            *(sys.executable, "-m", "worker"),
+            *("--listen", address),
+            *("--model", model_dir),
+            *("--threads", str(threads)),
+            "--exit-with-parent",
+        ]
+
+    return command
+
+
+class _WorkerProcess:
+    """One spawned rank: its output goes to our log, line by line."""
+
+    def __init__(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        self.rank = rank
+        self._process = process
+        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._output = asyncio.create_task(self._forward_output(), name=f"worker {rank} output")
+
+    async def wait(self) -> WorkerExitError:
+        """Waits until the process has ended."""
+        code = await self._process.wait()
+        await self._output
+        words = "\n".join(self._last_lines) or "it said nothing"
+        return WorkerExitError(f"worker {self.rank} ended with exit code {code}: {words}")
+
+    async def end(self, term_grace_s: float) -> None:
+        """Ends the process: SIGTERM and term_grace_s to react (0: none), then SIGKILL."""
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            if term_grace_s and self._process.returncode is None:
+                self._process.terminate()
+                async with asyncio.timeout(term_grace_s):
+                    await self._process.wait()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+        self._output.cancel()
+        await asyncio.gather(self._output, return_exceptions=True)
+
+    async def _forward_output(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:
+                _log.warning("worker %d: dropped a line over %d bytes", self.rank, _MAX_LINE_BYTES)
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            self._last_lines.append(text)
+            _worker_log.info("worker %d: %s", self.rank, text)
+
+
+class Supervisor:
+    """The worker processes of one group, on unix sockets in a folder of their own."""
+
+    def __init__(self, world_size: int, command: Command) -> None:
+        self._world_size = world_size
+        self._command = command
+        self._folder: Path | None = None
+        self._processes: list[_WorkerProcess] = []
+
+    async def spawn(self) -> tuple[str, ...]:
+        """Kills what runs and starts every rank anew; returns the addresses, in rank order.
+
+        It does not wait until they listen: `wait_exit` tells of one that never will. GroupError
+        when the system refuses a process or a folder.
+        """
+        await self._end_all(term_grace_s=0)
+        try:
+            return await self._spawn_all()
+        except OSError as error:
+            raise GroupError(f"cannot start a worker process: {error}") from error
+
+    async def _spawn_all(self) -> tuple[str, ...]:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="slotwise-"))
+        addresses = []
+        for rank in range(self._world_size):
+            path = self._folder / f"worker-{rank}.sock"
+            path.unlink(missing_ok=True)
+            addresses.append(f"unix:{path}")
+            await self._spawn_rank(rank, addresses[-1])
+        return tuple(addresses)
+
+    async def wait_exit(self) -> WorkerExitError:
+        """Waits until any rank has ended by itself."""
+        waits = [asyncio.create_task(process.wait()) for process in self._processes]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Ends every process, politely at first, and removes the sockets' folder."""
+        await self._end_all(_TERM_GRACE_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    async def _spawn_rank(self, rank: int, address: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *self._command(rank, address),
+            # Held open: a worker started with --exit-with-parent ends when it closes.
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_MAX_LINE_BYTES,
+            # Ctrl-C is for us alone: workers must outlive the drain.
+            start_new_session=True,
+        )
+        _log.info("worker %d: started as process %d, listens at %s", rank, process.pid, address)
+        self._processes.append(_WorkerProcess(rank, process))
+
+    async def _end_all(self, term_grace_s: float) -> None:
+        processes, self._processes = self._processes, []
+        await asyncio.gather(*(process.end(term_grace_s) for process in processes))

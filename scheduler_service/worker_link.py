@@ -1,0 +1,139 @@
+"""The stream to one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from slotwise.worker.v1 import worker_pb2 as pb
+from slotwise.worker.v1 import worker_pb2_grpc as pb_grpc
+
+from .engine_types import LoadProgress, WorkerConfigured
+from .group_errors import GroupError, SetupError, WorkerLostError
+from .step import StepResult
+from .worker_messages import Response, read_response
+
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+Deliver = Callable[[int, StepResult | GroupError], None]
+
+
+def _channel_options(address: str) -> list[tuple[str, int]]:
+    options = [
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        # A channel of its own for each stream: no back-off is inherited from a worker's last life.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
+    if not address.startswith("unix:"):
+        # A host that vanishes closes nothing; pings find out.
+        options += [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+    return options
+
+
+class WorkerLink:
+    """One rank's Run stream. After `configure`, results and the stream's end go to `deliver`."""
+
+    def __init__(self, rank: int, address: str, deliver: Deliver) -> None:
+        self.rank = rank
+        self.address = address
+        self._deliver = deliver
+        self._requests: asyncio.Queue[pb.RunRequest] = asyncio.Queue()
+        self._channel = grpc.aio.insecure_channel(address, options=_channel_options(address))
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def configure(
+        self,
+        message: pb.RunRequest,
+        on_progress: Callable[[LoadProgress], None],
+        connect_timeout_s: float,
+        silence_timeout_s: float,
+    ) -> WorkerConfigured:
+        """Connects and configures the rank, and begins to read its results.
+
+        WorkerLostError when it cannot be reached, breaks off or says nothing for too long;
+        SetupError, with its words, when the set-up cannot work.
+        """
+        try:
+            async with asyncio.timeout(connect_timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise self._lost(
+                f"cannot be reached at {self.address} within {connect_timeout_s:g} s"
+            ) from None
+        stub = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._call = stub.Run(self._request_stream())
+        self.send(message)
+        configured = await self._read_until_configured(on_progress, silence_timeout_s)
+        self._reader = asyncio.create_task(self._read_results(), name=f"worker {self.rank} reader")
+        return configured
+
+    def send(self, message: pb.RunRequest) -> None:
+        """Queues a message for the rank; never waits. A broken stream shows in `deliver`."""
+        self._requests.put_nowait(message)
+
+    async def close(self) -> None:
+        """Ends the stream; the worker then leaves its group. Nothing is delivered after this."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._call is not None:
+            self._call.cancel()
+        await self._channel.close()
+
+    async def _request_stream(self) -> AsyncIterator[pb.RunRequest]:
+        while True:
+            yield await self._requests.get()
+
+    async def _read_until_configured(
+        self, on_progress: Callable[[LoadProgress], None], silence_timeout_s: float
+    ) -> WorkerConfigured:
+        while True:
+            try:
+                async with asyncio.timeout(silence_timeout_s):
+                    response = await self._read()
+            except TimeoutError:
+                raise self._lost(f"said nothing for {silence_timeout_s:g} s of its start") from None
+            if isinstance(response, WorkerConfigured):
+                return response
+            if isinstance(response, StepResult):
+                raise self._lost("sent a step result before it was configured")
+            on_progress(response)
+
+    async def _read_results(self) -> None:
+        try:
+            while True:
+                response = await self._read()
+                if not isinstance(response, StepResult):
+                    raise self._lost(f"sent {type(response).__name__} where a result was due")
+                self._deliver(self.rank, response)
+        except GroupError as error:
+            self._deliver(self.rank, error)
+
+    async def _read(self) -> Response:
+        """The rank's next message; GroupError when there is none."""
+        assert self._call is not None
+        try:
+            message = await self._call.read()
+            if message is grpc.aio.EOF:
+                raise self._lost("ended its stream")
+            return read_response(message, self.rank, self.address)
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of_status(error) from error
+        except ValueError as error:
+            raise self._lost(f"sent {error}") from error
+
+    def _error_of_status(self, error: grpc.aio.AioRpcError) -> GroupError:
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            return SetupError(f"worker {self.rank}: {error.details()}")
+        return self._lost(f"{error.code().name}: {error.details()}")
+
+    def _lost(self, reason: str) -> WorkerLostError:
+        return WorkerLostError(self.rank, reason)

@@ -1,0 +1,117 @@
+"""The step protocol's messages, to and from plain data."""
+
+from __future__ import annotations
+
+from slotwise.worker.v1 import worker_pb2 as pb
+
+from .engine_types import (
+    EngineConfig,
+    Geometry,
+    LoadProgress,
+    SelfTestReport,
+    WorkerConfigured,
+    WorkerReport,
+)
+from .step import PrefillChunk, Row, RowResult, SlotSetup, StepCommand, StepResult
+
+Response = LoadProgress | WorkerConfigured | StepResult
+
+
+def configure_message(
+    config: EngineConfig, epoch: int, rank: int, rendezvous_address: str
+) -> pb.RunRequest:
+    """The first message of a stream."""
+    return pb.RunRequest(
+        configure=pb.Configure(
+            epoch=epoch,
+            rank=rank,
+            world_size=config.world_size,
+            rendezvous_address=rendezvous_address,
+            num_slots=config.num_slots,
+            max_seq_len=config.max_seq_len,
+            weight_dtype=config.weight_dtype,
+            kv_dtype=config.kv_dtype,
+            max_step_tokens=config.max_step_tokens,
+        )
+    )
+
+
+def step_message(command: StepCommand) -> pb.RunRequest:
+    """The same for every rank."""
+    return pb.RunRequest(
+        step=pb.StepCommand(
+            epoch=command.epoch,
+            step_id=command.step_id,
+            num_steps=command.num_steps,
+            rows=[_row(row) for row in command.rows],
+        )
+    )
+
+
+def _row(row: Row) -> pb.Row:
+    if isinstance(row, PrefillChunk):
+        chunk = pb.PrefillChunk(
+            start=row.start,
+            token_ids=row.token_ids,
+            sample=row.sample,
+            setup=None if row.setup is None else _setup(row.setup),
+        )
+        return pb.Row(slot=row.slot, generation=row.generation, prefill=chunk)
+    return pb.Row(slot=row.slot, generation=row.generation, decode=pb.DecodeRow())
+
+
+def _setup(setup: SlotSetup) -> pb.SlotSetup:
+    return pb.SlotSetup(
+        temperature=setup.temperature,
+        top_p=setup.top_p,
+        top_k=setup.top_k,
+        min_p=setup.min_p,
+        seed=setup.seed,
+        end_token_ids=setup.end_token_ids,
+        max_len=setup.max_len,
+    )
+
+
+def read_response(message: pb.RunResponse, rank: int, address: str) -> Response:
+    """What `rank` says. ValueError for a message of no known kind."""
+    kind = message.WhichOneof("message")
+    if kind == "step_result":
+        return _result(message.step_result)
+    if kind == "load_progress":
+        progress = message.load_progress
+        return LoadProgress(rank, progress.stage, progress.done_bytes, progress.total_bytes)
+    if kind == "configured":
+        return _configured(message.configured, address)
+    raise ValueError("a message of no known kind; scheduler and worker are of different versions")
+
+
+def _result(result: pb.StepResult) -> StepResult:
+    rows = tuple(
+        RowResult(row.slot, row.generation, tuple(row.token_ids), row.corrupted)
+        for row in result.rows
+    )
+    return StepResult(result.epoch, result.step_id, result.digest, rows, result.duration_ns)
+
+
+def _configured(configured: pb.Configured, address: str) -> WorkerConfigured:
+    geometry = Geometry(
+        num_slots=configured.num_slots,
+        max_seq_len=configured.max_seq_len,
+        num_layers=configured.num_layers,
+        vocab_size=configured.vocab_size,
+        fingerprint=configured.fingerprint,
+        weight_dtype=configured.weight_dtype,
+        kv_dtype=configured.kv_dtype,
+    )
+    report = WorkerReport(
+        rank=configured.rank,
+        address=address,
+        device=configured.device,
+        num_threads=configured.num_threads,
+        predicted_memory_bytes=configured.predicted_memory_bytes,
+        measured_memory_bytes=configured.measured_memory_bytes,
+        self_tests=tuple(
+            SelfTestReport(test.name, test.passed, test.detail) for test in configured.self_tests
+        ),
+    )
+    return WorkerConfigured(configured.epoch, geometry, report)

@@ -1,0 +1,116 @@
+"""The worker group as one: a command goes to all ranks, a result comes from all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from .agreement import StepAgreement, agree_on_setup
+from .engine_types import EngineConfig, EngineInfo, LoadProgress
+from .group_errors import GroupError, SetupError
+from .step import StepCommand, StepResult
+from .worker_link import WorkerLink
+from .worker_messages import configure_message, step_message
+
+_LOCAL_HOSTS = ("localhost", "127.", "[::1]")
+
+
+def is_local(address: str) -> bool:
+    """Whether the worker at this address runs on this host."""
+    return address.startswith(("unix:", *_LOCAL_HOSTS))
+
+
+def choose_rendezvous(config: EngineConfig, addresses: Sequence[str]) -> str:
+    """Where the ranks meet: "" for one rank, the configured address, or a free local port.
+
+    SetupError when ranks run on other hosts and no address is configured.
+    """
+    if len(addresses) == 1:
+        return ""
+    if config.rendezvous_address:
+        return config.rendezvous_address
+    remote = [address for address in addresses if not is_local(address)]
+    if remote:
+        raise SetupError(
+            f"the worker at {remote[0]} is on another host: rendezvous_address must be given, a "
+            "host:port where rank 0 can listen and every rank can connect"
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class WorkerPool:
+    """One life of the group: `connect` once, then send and receive, until a GroupError; `close`."""
+
+    def __init__(self, config: EngineConfig, addresses: Sequence[str], epoch: int) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._arrived: asyncio.Queue[tuple[int, StepResult | GroupError]] = asyncio.Queue()
+        self._agreement = StepAgreement(len(addresses), epoch)
+        self._error: GroupError | None = None
+        self._links = [
+            WorkerLink(rank, address, self._deliver) for rank, address in enumerate(addresses)
+        ]
+
+    async def connect(
+        self, on_progress: Callable[[LoadProgress], None], connect_timeout_s: float
+    ) -> EngineInfo:
+        """Configures all ranks at once. GroupError of the first rank that fails."""
+        addresses = [link.address for link in self._links]
+        rendezvous_address = choose_rendezvous(self._config, addresses)
+        starts = [
+            asyncio.create_task(
+                link.configure(
+                    configure_message(self._config, self._epoch, link.rank, rendezvous_address),
+                    on_progress,
+                    connect_timeout_s,
+                    self._config.worker_timeout_s,
+                )
+            )
+            for link in self._links
+        ]
+        try:
+            configured = await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        return agree_on_setup(self._config, self._epoch, configured)
+
+    def send(self, command: StepCommand) -> None:
+        """Sends a command to every rank; never waits."""
+        message = step_message(command)
+        for link in self._links:
+            link.send(message)
+
+    async def receive(self) -> StepResult:
+        """The oldest outstanding step's result, once all ranks have sent it and agree.
+
+        GroupError as soon as a rank is lost, also while nothing is outstanding, and ever after.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            rank, arrived = await self._arrived.get()
+            try:
+                if isinstance(arrived, GroupError):
+                    raise arrived
+                result = self._agreement.add(rank, arrived)
+            except GroupError as error:
+                self._error = error
+                raise
+            if result is not None:
+                return result
+
+    def fail(self, error: GroupError) -> None:
+        """Makes `receive` raise this error: someone else found the group to be lost."""
+        self._arrived.put_nowait((0, error))
+
+    async def close(self) -> None:
+        """Ends all streams."""
+        await asyncio.gather(*(link.close() for link in self._links))
+
+    def _deliver(self, rank: int, arrived: StepResult | GroupError) -> None:
+        self._arrived.put_nowait((rank, arrived))
