@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,14 +70,17 @@ def ladder(
         max_seq_len=prompt_tokens + new_tokens,
     )
     with output.progress() as report:
-        folder = model_folder(model, report)
-        with ExitStack() as stack:
-            address = server or stack.enter_context(running_server(folder, flags, report))
-            served = _measure_server(address, plan, report)
+        if server is not None:
+            served = _measure_server(server, plan, report)
+        else:
+            folder = model_folder(model, report)
+            with running_server(folder, flags, report) as address:
+                served = _measure_server(address, plan, report)
         result = _summary(served, plan)
         if in_process and server is None and (tp or 1) == 1:
             _add_engine(result, _run_engine(folder, served, plan, report))
         if peer:
+            folder = model_folder(model, report)
             _add_peer(result, _run_peer(folder, served, plan, report))
     if as_json:
         output.json(result)
@@ -103,7 +105,6 @@ def _check_peer(peer: str | None) -> None:
 def _measure_server(address: str, plan: Plan, report: Report) -> Served:
     """Rounds go round the concurrencies, so that slow drift of the machine meets all alike."""
     with Client(address) as client:
-        client.wait_ready(60)
         model, info = client.model_info(timeout=60), client.server_info(timeout=60)
     runs: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
     warm_up = plan.work.prompts(model, 1, seed=0)

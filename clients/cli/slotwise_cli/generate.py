@@ -1,7 +1,10 @@
 """`slotwise generate` and `slotwise chat`: one answer, or a conversation."""
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, cast
 
@@ -194,16 +197,41 @@ def _converse(client: Client, history: list[Message], talk: _Talk, output: Outpu
     """Answer the last message of `history` and append the answer; a refused one is taken back."""
     answer = Answer()
     try:
-        with client.chat(history, system=talk.system, **talk.options) as stream:
+        with (
+            _ctrl_c() as pressed,
+            client.chat(history, system=talk.system, **talk.options) as stream,
+        ):
+            closer = threading.Thread(target=_close_when, args=(pressed, stream), daemon=True)
+            closer.start()
             follow(stream, output, answer)
-    except KeyboardInterrupt:
-        answer.finish_reason = FinishReason.CANCELLED
     except SlotwiseError as error:
         output.error(error.message)
         history.pop()
         return
+    if answer.finish_reason is None:
+        answer.finish_reason = FinishReason.CANCELLED
     history.append(Message("assistant", answer.text))
     if output.as_json:
         output.json(asdict(answer))
     else:
         output.text("\n")
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets instead of raising; set at the end in any case.
+
+    An exception in the middle of gRPC's own code could leave a call behind that nobody cancels.
+    """
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+        pressed.set()
+
+
+def _close_when(pressed: threading.Event, stream: Stream) -> None:
+    pressed.wait()
+    stream.close()

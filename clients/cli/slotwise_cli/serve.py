@@ -15,7 +15,7 @@ from slotwise_client import Client
 
 from .demo_model import ensure_demo_model
 from .output import CliError, Output, Report
-from .server_process import Event, ServerProcess, report_event
+from .server_process import Event, ServerProcess, report_event, scheduler_command
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ServerOption = Annotated[str, typer.Option(help="Server as host:port.")]
@@ -76,7 +76,7 @@ def serve(
     )
     with output.progress() as report:
         folder = model_folder(model, report)
-    server = ServerProcess(folder, flags, _log_to_stderr)
+    server = ServerProcess(scheduler_command(folder, flags), _log_to_stderr)
     with _forwarding_signals(server):
         ready = _follow_until_ready(server, output)
         if ready is not None:

@@ -22,16 +22,21 @@ Event = dict[str, Any]
 LogSink = Callable[[str], None]
 
 
+def scheduler_command(model: Path, flags: Sequence[str]) -> list[str]:
+    """The command line of a scheduler that serves `model`."""
+    command = [sys.executable, "-m", "scheduler_service", "--model", str(model), "--events"]
+    return [*command, *flags]
+
+
 class ServerProcess:
-    """`python -m scheduler_service`; it ends when this process does.
+    """A running scheduler; it ends when this process does.
 
     It runs in a session of its own, so that a Ctrl-C reaches it once: through us.
     """
 
-    def __init__(self, model: Path, flags: Sequence[str], log: LogSink) -> None:
-        command = [sys.executable, "-m", "scheduler_service", "--model", str(model), "--events"]
+    def __init__(self, command: Sequence[str], log: LogSink) -> None:
         self._process = subprocess.Popen(
-            [*command, *flags],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -117,7 +122,8 @@ def report_event(event: Event, report: Report) -> None:
 @contextmanager
 def running_server(model: Path, flags: Sequence[str], report: Report) -> Iterator[str]:
     """A server on a free port of this machine for the time of a block; gives its address."""
-    server = ServerProcess(model, ["--host", "127.0.0.1", "--port", "0", *flags], _drop)
+    local = ["--host", "127.0.0.1", "--port", "0"]
+    server = ServerProcess(scheduler_command(model, [*local, *flags]), _drop)
     try:
         yield str(server.wait_ready(report)["address"])
     finally:

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+from clients.scripted_server import WORDS
+
+from slotwise_cli.measure import Level, Run, Spread, Timeline, Work, percentile, run_once
+from slotwise_client import ModelInfo, Sampling
+
+
+def timeline(sent: float, *arrivals: tuple[float, int]) -> Timeline:
+    return Timeline(sent, arrivals)
+
+
+def test_time_to_first_token_counts_from_sending():
+    assert timeline(10.0, (10.5, 1), (11.0, 1)).ttft_ms == pytest.approx(500)
+
+
+def test_tokens_of_one_message_share_the_wait_before_it():
+    gaps = timeline(0.0, (1.0, 1), (1.4, 4), (1.5, 1)).itl_ms
+    assert gaps == pytest.approx([100, 100, 100, 100, 100])
+    assert len(gaps) == timeline(0.0, (1.0, 1), (1.4, 4), (1.5, 1)).num_tokens - 1
+
+
+def test_a_run_spans_from_the_first_sent_to_the_last_token():
+    run = Run((timeline(1.0, (2.0, 1), (4.0, 3)), timeline(2.0, (3.0, 2), (6.0, 2))), 0.25)
+    assert run.wall_s == 5.0
+    assert run.tokens_per_s == pytest.approx(8 / 5)
+
+
+def test_percentiles_are_values_that_occurred():
+    values = list(range(100, 0, -1))
+    assert percentile(values, 50) == 50
+    assert percentile(values, 99) == 99
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_a_level_sums_up_its_rounds():
+    slow = Run((timeline(0.0, (2.0, 1), (4.0, 1)),), 0.5)
+    fast = Run((timeline(0.0, (1.0, 1), (2.0, 1)),), 0.3)
+    level = Level.of(1, [slow, fast, fast])
+    assert level.tokens_per_s == Spread(1.0, 0.5, 1.0)
+    assert level.tokens_per_s.percent == pytest.approx(50)
+    assert level.wall_ms.median == 2000
+    assert (level.ttft_ms_p50, level.ttft_ms_max) == (1000, 2000)
+    assert (level.itl_ms_p50, level.itl_ms_p99) == (1000, 2000)
+    assert level.prefill_share == 0.3
+
+
+def test_prompts_are_of_the_length_distinct_and_repeatable():
+    model = ModelInfo(
+        name="m",
+        model_type="llama",
+        architectures=(),
+        vocab_size=50,
+        max_seq_len=100,
+        max_prompt_tokens=99,
+        end_token_ids=(2, 7),
+        bos_token_id=1,
+        has_chat_template=False,
+        default_sampling=Sampling(1.0, 1.0, 0, 0.0, None),
+        fingerprint="",
+    )
+    work = Work(prompt_tokens=40, new_tokens=2)
+    prompts = work.prompts(model, 8, seed=3)
+    assert prompts == work.prompts(model, 8, seed=3)
+    assert prompts != work.prompts(model, 8, seed=4)
+    assert len({tuple(prompt) for prompt in prompts}) == 8
+    assert all(len(prompt) == 40 for prompt in prompts)
+    used = {token_id for prompt in prompts for token_id in prompt}
+    assert used <= set(range(50)) - {1, 2, 7}
+
+
+async def test_a_round_asks_for_fixed_work_of_each_prompt(served):
+    run = await run_once(served.address, [[3, 4], [5, 6]], new_tokens=5)
+    assert [timeline.num_tokens for timeline in run.timelines] == [len(WORDS)] * 2
+    sent = [r for r in served.script.requests if r.DESCRIPTOR.name == "GenerateRequest"]
+    assert sorted(list(request.token_ids.ids) for request in sent) == [[3, 4], [5, 6]]
+    assert all(request.ignore_eos and request.max_new_tokens == 5 for request in sent)
+    assert all(request.sampling.HasField("temperature") for request in sent)
