@@ -1,0 +1,102 @@
+"""The commands with the real scheduler and worker behind them, on a tiny random checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from checkpoints import make_checkpoint
+from slotwise_cli.serve import server_flags
+
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_checkpoint(folder, "llama", tokenizer=True)
+    return folder
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "slotwise_cli", "serve", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_one_line_when_ready_an_answer_and_a_clean_end(checkpoint, slotwise):
+    server = start(str(checkpoint), "--port", "0", "--num-slots", "3", "--max-seq-len", "64")
+    try:
+        line = server.stdout.readline()
+        found = re.fullmatch(
+            r"Slotwise ready: tiny on (127\.0\.0\.1:\d+) \(3 slots x 64 tokens, cpu, \w+, TP 1, "
+            r"\d+\.\d s\)\n",
+            line,
+        )
+        assert found, line + server.stderr.read()
+        words = ["generate", "a b", "--max-new-tokens", "4", "--ignore-eos", "--json"]
+        done = slotwise(*words, "--temperature", "0", "--server", found[1])
+        assert done.code == 0, done.err
+        assert len(json.loads(done.out)["token_ids"]) == 4
+        looked = json.loads(slotwise("doctor", "--json", "--server", found[1]).out)
+        whats = [finding["what"] for finding in looked["findings"]]
+        assert "worker 0 memory" in whats
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=TIMEOUT_S)
+    finally:
+        server.kill()
+        server.wait()
+    assert (server.returncode, out) == (0, ""), err
+
+
+def test_json_lines_until_ready(checkpoint):
+    server = start(str(checkpoint), "--port", "0", "--max-seq-len", "64", "--json")
+    try:
+        events = []
+        while not events or events[-1]["event"] != "ready":
+            events.append(json.loads(server.stdout.readline()))
+        server.send_signal(signal.SIGINT)
+        _, err = server.communicate(timeout=TIMEOUT_S)
+    finally:
+        server.kill()
+        server.wait()
+    assert events[0]["event"] == "loading"
+    assert events[-1]["model"] == "tiny"
+    assert events[-1]["max_seq_len"] == 64
+    assert server.returncode == 0, err
+
+
+def test_a_taken_port_is_one_clear_line(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        server = start(str(checkpoint), "--port", port)
+        out, err = server.communicate(timeout=TIMEOUT_S)
+    assert server.returncode == 1
+    assert out == ""
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert port in errors[0]
+
+
+def test_no_such_folder(slotwise):
+    done = slotwise("serve", "/no/such/model")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: no folder '/no/such/model'; give a checkpoint folder, or `demo`\n"
+
+
+def test_flags_are_sent_only_when_set():
+    assert server_flags(port=0, num_slots=None, kv_dtype="bfloat16") == [
+        "--port",
+        "0",
+        "--kv-dtype",
+        "bfloat16",
+    ]
