@@ -18,6 +18,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# What the attention kernels hold in registers and on the stack.
+MAX_HEAD_DIM = 256
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -156,8 +158,11 @@ def _head_dim(config: Mapping[str, Any], model_type: str, hidden: int, heads: in
         )
     default = 128 if model_type == "qwen3" else hidden // heads
     head_dim = positive_int(config, "head_dim", default)
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {head_dim} must be even")
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(
+            f"config.json: head_dim {head_dim} is not supported; "
+            f"supported: even sizes up to {MAX_HEAD_DIM}"
+        )
     return head_dim
 
 

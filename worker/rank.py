@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from worker.sharding import Shard, shard_of
 from worker.tensor_parallel import TensorParallelGroup, join_group
 from worker.weights import ModelWeights, load_weights
 
+_LOG = logging.getLogger(__name__)
 DEFAULT_MAX_SEQ_LEN = 4096
 
 # Called with (stage, bytes done, bytes in all; 0 if not known).
@@ -89,6 +91,8 @@ class Rank:
         self.release()
         progress("checking the checkpoint", 0, 0)
         checkpoint = open_checkpoint(self._model_dir)
+        if checkpoint.unlisted_files:
+            _LOG.warning("not read, not listed: %s", ", ".join(checkpoint.unlisted_files))
         shard = shard_of(checkpoint.config, setup.rank, setup.world_size)
         limits = resolve_limits(checkpoint, setup)
         key = (checkpoint.fingerprint, setup.rank, setup.world_size, limits.weight_dtype)

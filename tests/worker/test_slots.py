@@ -1,0 +1,119 @@
+"""Commands that break the protocol are refused before anything is touched."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand
+from worker.errors import ProtocolError
+from worker.memory_plan import ServingLimits
+from worker.slots import SlotRecord, check_command
+
+VOCAB = 50
+LIMITS = ServingLimits(4, 32, 8, "float32", "float32")
+SETUP = SlotSetup(0.0, 1.0, 0, 0.0, 0, (), 20)
+NAN = float("nan")
+
+
+def slots() -> list[SlotRecord]:
+    """0: decoding, 3 tokens computed; 1: in its prompt, 4 computed; 2: stopped; 3: never taken."""
+    records = [SlotRecord() for _ in range(4)]
+    for index, (generation, computed) in enumerate([(5, 3), (2, 4), (9, 6)]):
+        records[index].take(generation, SETUP)
+        records[index].num_computed = computed
+    records[0].accept(7)
+    records[2].stop()
+    return records
+
+
+def first(slot: int = 3, generation: int = 1, **changes: object) -> PrefillChunk:
+    chunk = PrefillChunk(slot, generation, 0, (1, 2, 3), True, SETUP)
+    return replace(chunk, **changes)  # type: ignore[arg-type]
+
+
+def later(start: int = 4, generation: int = 2, **changes: object) -> PrefillChunk:
+    chunk = PrefillChunk(1, generation, start, (1, 2), True, None)
+    return replace(chunk, **changes)  # type: ignore[arg-type]
+
+
+def command(*rows: Row, num_steps: int = 1) -> StepCommand:
+    return StepCommand(1, 1, num_steps, rows)
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        command(DecodeRow(0, 5), num_steps=16),
+        command(DecodeRow(0, 5), DecodeRow(2, 9), later(), first()),
+        command(later(sample=False)),
+        command(first(slot=0, generation=6)),
+        command(first(setup=replace(SETUP, max_len=4))),
+        command(first(setup=replace(SETUP, max_len=3), sample=False)),
+        command(first(token_ids=tuple(range(8)))),
+    ],
+)
+def test_accepted(fine: StepCommand) -> None:
+    check_command(fine, slots(), LIMITS, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (command(), "at least one row"),
+        (command(DecodeRow(0, 5), num_steps=0), "num_steps.*0"),
+        (command(DecodeRow(0, 5), first(), num_steps=2), "num_steps is 2"),
+        (command(DecodeRow(4, 1)), r"slot 4 is not in \[0, 4\)"),
+        (command(DecodeRow(0, 5), DecodeRow(0, 5)), "slot 0 has two rows"),
+        (command(DecodeRow(0, 5), first(slot=0, generation=6)), "slot 0 has two rows"),
+        (command(first(), DecodeRow(0, 5)), "before prefill"),
+        (command(DecodeRow(0, 4)), "slot 0: generation 4.*5"),
+        (command(DecodeRow(0, 6)), "slot 0: generation 6.*5"),
+        (command(DecodeRow(1, 2)), "slot 1: decode before its prompt"),
+        (command(DecodeRow(3, 0)), "slot 3: decode before its prompt"),
+        (command(later(start=3)), "starts at 3, expected 4"),
+        (command(later(start=5)), "starts at 5, expected 4"),
+        (command(later(generation=1)), "slot 1: generation 1"),
+        (command(later(token_ids=())), "at least one token"),
+        (command(later(token_ids=(49, 50))), r"token id 50 is not in \[0, 50\)"),
+        (command(first(start=1)), "starts at 1, expected 0"),
+        (command(first(slot=0, generation=5)), "above 5, not 5"),
+        (command(first(generation=0)), "above 0, not 0"),
+        (command(first(setup=None)), "slot 3: generation 1"),
+        (command(first(setup=None, generation=0)), "slot 3.*setup"),
+        (command(first(slot=0, generation=5, setup=None, start=3)), "slot 0.*complete"),
+        (command(first(token_ids=tuple(range(9)))), "9 tokens.*max_step_tokens is 8"),
+        (command(DecodeRow(0, 5), first(token_ids=tuple(range(8)))), "9 tokens"),
+        (command(first(setup=replace(SETUP, max_len=0))), "max_len 0"),
+        (command(first(setup=replace(SETUP, max_len=33))), "max_len 33"),
+        (command(first(setup=replace(SETUP, max_len=3))), "4 tokens, max_len is 3"),
+        (command(first(setup=replace(SETUP, temperature=NAN))), "temperature nan"),
+        (command(first(setup=replace(SETUP, temperature=-0.5))), "temperature -0.5"),
+        (command(first(setup=replace(SETUP, top_p=1.5))), "top_p 1.5"),
+        (command(first(setup=replace(SETUP, min_p=NAN))), "min_p nan"),
+    ],
+)
+def test_refused(wrong: StepCommand, named: str) -> None:
+    records = slots()
+    before = copy.deepcopy(records)
+    with pytest.raises(ProtocolError, match=named):
+        check_command(wrong, records, LIMITS, VOCAB)
+    assert records == before
+
+
+def test_a_slot_stops_at_an_end_id_and_at_its_length() -> None:
+    record = SlotRecord()
+    record.take(1, replace(SETUP, end_token_ids=(9,), max_len=6))
+    record.num_computed = 3
+    record.accept(8)
+    assert record.active
+    record.num_computed = 4
+    record.accept(9)
+    assert not record.active
+    record.accept(8)
+    assert record.active
+    record.num_computed = 5
+    record.accept(8)
+    assert not record.active
