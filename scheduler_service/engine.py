@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from .counters import Counters
 from .engine_types import (
@@ -26,8 +26,8 @@ from .engine_types import (
 from .errors import QueueFullError, UnavailableError, UnknownRequestError
 from .group_errors import GroupError
 from .group_starter import GroupStarter
-from .request import Event, FinishedEvent, FinishReason, Request
-from .request_stream import RequestStream
+from .request import FinishReason, Request
+from .request_stream import RequestStream, RequestStreams
 from .scheduler import Scheduler
 from .serve_loop import EngineBugError, ServeLoop
 from .slots import SlotView
@@ -82,9 +82,7 @@ class Engine:
         self._starter = GroupStarter(self._group)
         self._state = EngineState.STARTING
         self._loop: ServeLoop | None = None
-        self._streams: dict[str, RequestStream] = {}
-        self._all_ended = asyncio.Event()
-        self._all_ended.set()
+        self._streams = RequestStreams()
         self._ready = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._num_fruitless_epochs = 0
@@ -143,11 +141,8 @@ class Engine:
         except QueueFullError:
             self._rejected_full += 1
             raise
-        stream = RequestStream(request.request_id, queue_position)
-        self._streams[request.request_id] = stream
-        self._all_ended.clear()
         loop.pump_soon()
-        return stream
+        return self._streams.open(request.request_id, queue_position)
 
     def cancel(
         self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, message: str = ""
@@ -159,7 +154,7 @@ class Engine:
         if request_id not in self._streams:
             raise UnknownRequestError(f"no request of id {request_id!r} waits or runs")
         loop = self._started_loop()
-        self._tell([loop.scheduler.cancel(request_id, reason, self.now_ns(), message)])
+        self._streams.tell([loop.scheduler.cancel(request_id, reason, self.now_ns(), message)])
         loop.pump_soon()
 
     def stop_request(self, request_id: str, num_tokens: int) -> bool:
@@ -171,7 +166,7 @@ class Engine:
         if request_id not in self._streams:
             return False
         loop = self._started_loop()
-        self._tell([loop.scheduler.stop(request_id, num_tokens, self.now_ns())])
+        self._streams.tell([loop.scheduler.stop(request_id, num_tokens, self.now_ns())])
         loop.pump_soon()
         return True
 
@@ -203,7 +198,7 @@ class Engine:
         self._set_state(EngineState.DRAINING)
         try:
             async with asyncio.timeout(grace_s):
-                await self._all_ended.wait()
+                await self._streams.wait_all_ended()
         except TimeoutError:
             _log.warning("%d requests outlived the grace of %g s", len(self._streams), grace_s)
         self._end_all("UNAVAILABLE", "the server shut down before the request had finished")
@@ -240,7 +235,7 @@ class Engine:
         )
         self._set_state(EngineState.DOWN)
         if self._loop is not None:
-            self._tell(self._loop.abandon("the engine failed; see the server's log"))
+            self._streams.tell(self._loop.abandon("the engine failed; see the server's log"))
 
     async def _serve(self, loop: ServeLoop) -> GroupError:
         """Serves until the group is lost; returns why."""
@@ -278,15 +273,15 @@ class Engine:
     def _new_loop(self, info: EngineInfo, counters: Counters | None) -> ServeLoop:
         limits = self._config.limits(info.geometry)
         scheduler = Scheduler(limits, counters)
-        return ServeLoop(scheduler, self._group, self._tell, self._config.worker_timeout_s)
+        return ServeLoop(scheduler, self._group, self._streams.tell, self._config.worker_timeout_s)
 
     def _replace_loop(self, broken: ServeLoop) -> None:
         """Ends all requests and goes on with a new scheduler."""
-        self._tell(broken.abandon("the engine failed; see the server's log"))
+        self._streams.tell(broken.abandon("the engine failed; see the server's log"))
         self._loop = self._new_loop(self.info(), broken.scheduler.counters)
 
     def _end_all(self, status: str, message: str) -> None:
-        for request_id in list(self._streams):
+        for request_id in self._streams.ids():
             self._end(request_id, status, message)
 
     def _end_running(self, message: str) -> None:
@@ -296,16 +291,9 @@ class Engine:
     def _end(self, request_id: str, status: str, message: str) -> None:
         scheduler = self._started_loop().scheduler
         now_ns = self.now_ns()
-        self._tell([scheduler.cancel(request_id, FinishReason.ERROR, now_ns, message, status)])
-
-    def _tell(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if isinstance(event, FinishedEvent):
-                self._streams.pop(event.request_id).push(event)
-            else:
-                self._streams[event.request_id].push(event)
-        if not self._streams:
-            self._all_ended.set()
+        self._streams.tell(
+            [scheduler.cancel(request_id, FinishReason.ERROR, now_ns, message, status)]
+        )
 
     def _set_state(self, state: EngineState) -> None:
         """Draining and stopping are for good, whatever becomes of the workers meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from .request import Event, FinishedEvent
 
@@ -43,3 +44,41 @@ class RequestStream:
             self._ended = isinstance(event, FinishedEvent)
             ready.append(event)
         return ready
+
+
+class RequestStreams:
+    """The streams of all live requests, by request id."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RequestStream] = {}
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def ids(self) -> list[str]:
+        return list(self._streams)
+
+    def open(self, request_id: str, queue_position: int) -> RequestStream:
+        """A stream for a request that was accepted."""
+        stream = RequestStream(request_id, queue_position)
+        self._streams[request_id] = stream
+        self._all_ended.clear()
+        return stream
+
+    def tell(self, events: Iterable[Event]) -> None:
+        """Hands events to their streams; a FinishedEvent takes its stream out of the table."""
+        for event in events:
+            self._streams[event.request_id].push(event)
+            if isinstance(event, FinishedEvent):
+                del self._streams[event.request_id]
+        if not self._streams:
+            self._all_ended.set()
+
+    async def wait_all_ended(self) -> None:
+        """Waits until no request is live."""
+        await self._all_ended.wait()

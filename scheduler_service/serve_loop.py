@@ -80,7 +80,7 @@ class ServeLoop:
             asyncio.get_running_loop().call_soon(self._pump_now)
 
     def abandon(self, message: str) -> list[Event]:
-        """Ends all requests INTERNAL without asking a scheduler that may be broken; then `close`."""
+        """Ends all requests INTERNAL, without asking a scheduler that may be broken, and closes."""
         requests = list(self.scheduler.requests.values())
         self.scheduler.requests.clear()
         self.close()

@@ -24,7 +24,7 @@ from slotwise.worker.v1 import worker_pb2_grpc as pb_grpc
 class FakeWorkerServer(pb_grpc.WorkerServicer):
     """One rank. Start it in a running event loop; `die` and `start` again at will.
 
-    load_gate, step_gate: while clear, Configure or the next step does not finish (`hang`, `resume`).
+    load_gate, step_gate: while clear, Configure or a step does not finish (`hang`, `resume`).
     configured: fields of Configured to report otherwise. refuse: status and words for Configure.
     wrong_digest, wrong_epoch, abort_step: spoil the next step, once.
     """

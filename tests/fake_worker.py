@@ -6,6 +6,7 @@ slot, a wrong position or a stale state changes it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -41,10 +42,16 @@ def fold(state: int, token_id: int) -> int:
     return ((state ^ (token_id + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
 
 
+@functools.lru_cache(maxsize=1024)
+def sampling_key(setup: SlotSetup) -> int:
+    """Equal for equal sampling, also after a way over the wire in float32."""
+    packed = struct.pack("<ffIf", setup.temperature, setup.top_p, setup.top_k, setup.min_p)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
 def draw(state: int, position: int, setup: SlotSetup, vocab_size: int) -> int:
     """The fake's token at `position` after tokens folded into `state`."""
-    key = hash((setup.temperature, setup.top_p, setup.top_k, setup.min_p)) & _MASK
-    value = fold(fold(fold(state, position), setup.seed), key)
+    value = fold(fold(fold(state, position), setup.seed), sampling_key(setup))
     return (value >> 33) % vocab_size
 
 

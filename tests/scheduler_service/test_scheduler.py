@@ -81,6 +81,18 @@ def test_several_decode_steps_fill_the_window():
     assert sizes[0] == 1
 
 
+def test_the_longest_need_sets_the_number_of_steps():
+    d = driver(max_steps_per_command=8, run_ahead_window_ns=4 * STEP_NS, max_outstanding=1)
+    d.submit(make_request("warm", max_new_tokens=9))
+    d.run()
+    d.submit(make_request("short", max_new_tokens=2))
+    d.submit(make_request("long", max_new_tokens=20))
+    d.step()
+    assert d.plan().num_steps == 4
+    d.run()
+    assert [len(d.told[name].tokens) for name in ("short", "long")] == [2, 20]
+
+
 def test_run_ahead_keeps_two_commands_outstanding():
     d = driver()
     d.submit(make_request("a", max_new_tokens=20))

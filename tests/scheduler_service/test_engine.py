@@ -1,0 +1,484 @@
+"""The engine with fake workers over real gRPC: readiness, streams, loss and recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+
+import grpc
+import pytest
+from scheduler_driver import make_request
+
+from fakes import FakeWorkerServer, tokens_alone
+from scheduler_service.engine import Engine, EngineConfig, EngineFailedError, EngineState
+from scheduler_service.errors import (
+    DuplicateRequestError,
+    QueueFullError,
+    UnavailableError,
+    UnknownRequestError,
+)
+from scheduler_service.request import FinishReason, TokenEvent
+
+PATIENCE_S = 20
+
+
+class Rig:
+    """An engine and its fake workers."""
+
+    def __init__(self, folder, world_size=1, **changes):
+        self.workers = [
+            FakeWorkerServer(f"unix:{folder}/worker-{rank}.sock") for rank in range(world_size)
+        ]
+        config = EngineConfig(
+            world_size=world_size,
+            worker_addresses=tuple(worker.address for worker in self.workers),
+            num_slots=2,
+            max_seq_len=256,
+            max_step_tokens=16,
+            run_ahead_window_ns=3_000_000,
+        )
+        self.states: list[EngineState] = []
+        self.progress = []
+        self.engine = Engine(
+            dataclasses.replace(config, **changes), self.states.append, self.progress.append
+        )
+
+    async def start(self):
+        for worker in self.workers:
+            await worker.start()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.engine.start()
+
+    async def close(self):
+        await self.engine.stop()
+        for worker in self.workers:
+            worker.resume()
+            await worker.die()
+
+    async def until(self, condition):
+        """Waits for a condition that the event loop will bring about."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+
+    async def until_state(self, state):
+        await self.until(lambda: self.engine.state is state)
+
+
+@contextlib.asynccontextmanager
+async def running(folder, **changes):
+    rig = Rig(folder, **changes)
+    try:
+        await rig.start()
+        yield rig
+    finally:
+        await rig.close()
+
+
+async def read(stream):
+    """All tokens of a stream, and its end."""
+    tokens: list[int] = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in stream:
+            if not isinstance(event, TokenEvent):
+                return tokens, event
+            assert event.first_index == len(tokens)
+            tokens += event.token_ids
+    raise AssertionError("the stream ended without its last event")
+
+
+async def read_some(stream, num_tokens):
+    tokens: list[int] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while len(tokens) < num_tokens:
+            event = await anext(stream)
+            assert isinstance(event, TokenEvent), event
+            tokens += event.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_requests_get_their_tokens(tmp_path, world_size):
+    async with running(tmp_path, world_size=world_size) as rig:
+        requests = [
+            make_request(f"r{i}", (i, 2, 3) * (i + 1), 30 - i, seed=2**64 - 1 - i) for i in range(8)
+        ]
+        streams = [rig.engine.submit(request) for request in requests]
+        assert [stream.queue_position for stream in streams] == [0, 0, 0, 1, 2, 3, 4, 5]
+        for request, (tokens, end) in zip(
+            requests, await asyncio.gather(*map(read, streams)), strict=True
+        ):
+            assert tokens == tokens_alone(request)
+            assert end.reason is FinishReason.LENGTH
+        load = rig.engine.load()
+        assert (load.num_running, load.num_waiting, load.engine_silence_ns) == (0, 0, 0)
+        assert load.counters.length == 8
+        assert load.max_total_tokens == 512
+        assert [view.state for view in rig.engine.slots()] == ["free", "free"]
+        assert rig.workers[0].commands == rig.workers[-1].commands
+
+
+async def test_info_and_progress(tmp_path):
+    async with running(tmp_path, world_size=2) as rig:
+        info = rig.engine.info()
+        assert (info.geometry.vocab_size, info.geometry.fingerprint) == (1000, "fake")
+        assert [worker.rank for worker in info.workers] == [0, 1]
+        assert info.workers[1].self_tests[0].name == "fake"
+        assert {progress.rank for progress in rig.progress} == {0, 1}
+        first, second = (worker.configures[0] for worker in rig.workers)
+        assert first.rendezvous_address == second.rendezvous_address != ""
+        assert info.epoch == first.epoch
+
+
+async def test_b36_not_ready_before_a_real_step_on_all_ranks(tmp_path):
+    rig = Rig(tmp_path, world_size=2)
+    for worker in rig.workers:
+        worker.load_gate.clear()
+        await worker.start()
+    rig.workers[1].hang()
+    start = asyncio.create_task(rig.engine.start())
+    try:
+        await rig.until(lambda: len(rig.progress) == 2)
+        with pytest.raises(UnavailableError, match="starting"):
+            rig.engine.submit(make_request("early"))
+        for worker in rig.workers:
+            worker.load_gate.set()
+        await rig.until(lambda: rig.workers[1].num_waiting == 1 and rig.workers[0].commands)
+        assert rig.engine.state is EngineState.STARTING
+        with pytest.raises(UnavailableError, match="starting"):
+            rig.engine.submit(make_request("early"))
+        assert not start.done()
+        rig.workers[1].resume()
+        await start
+        assert rig.states == [EngineState.READY]
+        kinds = [type(command.rows[0]).__name__ for command in rig.workers[1].commands]
+        assert kinds == ["PrefillChunk", "DecodeRow"]
+        assert rig.engine.load().rejected_unavailable == 2
+    finally:
+        await rig.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_b34_a_dead_worker_is_noticed_and_the_streams_go_on(tmp_path, world_size):
+    async with running(tmp_path, world_size=world_size) as rig:
+        requests = [make_request(f"r{i}", (i, 5), 200, seed=i) for i in range(3)]
+        streams = [rig.engine.submit(request) for request in requests]
+        before = [await read_some(stream, 5) for stream in streams[:2]]
+        epoch = rig.engine.info().epoch
+        await rig.workers[-1].die()
+        # Long before worker_timeout_s (30 s): the broken stream itself is seen.
+        await rig.until_state(EngineState.RECOVERING)
+        queued = rig.engine.submit(make_request("queued", (9,), 3))
+        await rig.workers[-1].start()
+        await rig.until_state(EngineState.READY)
+        assert rig.states == [EngineState.READY, EngineState.RECOVERING, EngineState.READY]
+        assert rig.engine.info().epoch > epoch
+        for request, stream, head in zip(requests, streams, [*before, []], strict=True):
+            rest = await read_rest(stream, len(head))
+            assert head + rest == tokens_alone(request)
+        assert (await read(queued))[1].reason is FinishReason.LENGTH
+
+
+async def read_rest(stream, num_known):
+    tokens: list[int] = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in stream:
+            if isinstance(event, TokenEvent):
+                assert event.first_index == num_known + len(tokens)
+                tokens += event.token_ids
+    return tokens
+
+
+async def test_a_worker_that_dies_while_idle_is_noticed(tmp_path):
+    async with running(tmp_path) as rig:
+        await rig.workers[0].die()
+        await rig.until_state(EngineState.RECOVERING)
+        await rig.workers[0].start()
+        await rig.until_state(EngineState.READY)
+
+
+async def test_b35_a_wedged_worker_is_noticed(tmp_path):
+    async with running(tmp_path, worker_timeout_s=0.3) as rig:
+        request = make_request("a", (1, 2), 150)
+        stream = rig.engine.submit(request)
+        head = await read_some(stream, 3)
+        rig.workers[0].hang()
+        await rig.until_state(EngineState.RECOVERING)
+        rig.workers[0].resume()
+        await rig.until_state(EngineState.READY)
+        assert head + await read_rest(stream, len(head)) == tokens_alone(request)
+
+
+async def test_b35_idle_is_not_silence(tmp_path):
+    async with running(tmp_path, worker_timeout_s=0.05) as rig:
+        await read(rig.engine.submit(make_request("a")))
+        assert rig.engine.load().engine_silence_ns == 0
+        watch = rig.engine._loop._silence
+        await rig.until(lambda: watch._timer is None)
+        assert rig.states == [EngineState.READY]
+
+
+async def test_b24_a_wrong_digest_is_loud_and_no_token_of_it_is_released(tmp_path, caplog):
+    async with running(tmp_path, world_size=2) as rig:
+        request = make_request("a", (1, 2), 150)
+        stream = rig.engine.submit(request)
+        head = await read_some(stream, 3)
+        rig.workers[1].wrong_digest = True
+        await rig.until_state(EngineState.RECOVERING)
+        assert "ran a step differently" in caplog.text
+        await rig.until_state(EngineState.READY)
+        assert head + await read_rest(stream, len(head)) == tokens_alone(request)
+
+
+async def test_an_aborted_step_restarts_the_group(tmp_path):
+    async with running(tmp_path, world_size=2) as rig:
+        request = make_request("a", (1, 2), 150)
+        stream = rig.engine.submit(request)
+        head = await read_some(stream, 3)
+        rig.workers[1].abort_step = True
+        await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
+        assert head + await read_rest(stream, len(head)) == tokens_alone(request)
+
+
+async def test_results_of_an_old_epoch_are_dropped(tmp_path):
+    async with running(tmp_path, worker_timeout_s=0.3) as rig:
+        rig.workers[0].wrong_epoch = True
+        request = make_request("a", (1, 2), 20)
+        tokens, _ = await read(rig.engine.submit(request))
+        assert tokens == tokens_alone(request)
+        assert EngineState.RECOVERING in rig.states, "the result that was due never came"
+
+
+async def test_a_recovery_past_its_bound_ends_requests_and_goes_on_trying(tmp_path):
+    async with running(tmp_path, recovery_timeout_s=0.2) as rig:
+        running_stream = rig.engine.submit(make_request("a", (1, 2), 200))
+        await read_some(running_stream, 2)
+        await rig.workers[0].die()
+        await rig.until_state(EngineState.RECOVERING)
+        queued = rig.engine.submit(make_request("q"))
+        await rig.until_state(EngineState.DOWN)
+        for stream in (running_stream, queued):
+            async for event in stream:
+                last = event
+            assert (last.reason, last.status) == (FinishReason.ERROR, "UNAVAILABLE")
+            assert "0.2 s" in last.message
+        with pytest.raises(UnavailableError, match="have not come back"):
+            rig.engine.submit(make_request("b"))
+        await rig.workers[0].start()
+        await rig.until_state(EngineState.READY)
+        request = make_request("c")
+        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+
+
+async def test_a_request_that_kills_every_group_is_ended(tmp_path):
+    async with running(tmp_path) as rig:
+
+        def script(tokens):
+            if tokens[0] == 666:
+                raise RuntimeError("the worker dies of this prompt")
+
+        rig.workers[0].script = script
+        await rig.workers[0].die()
+        await rig.workers[0].start()
+        await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
+        _, end = await read(rig.engine.submit(make_request("poison", (666,))))
+        assert (end.reason, end.status) == (FinishReason.ERROR, "UNAVAILABLE")
+        assert "3 times in a row" in end.message
+        await rig.until_state(EngineState.READY)
+        request = make_request("good")
+        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+
+
+async def test_a_set_up_that_cannot_work_is_fatal_with_the_workers_words(tmp_path):
+    rig = Rig(tmp_path, world_size=2)
+    rig.workers[1].refuse = (grpc.StatusCode.FAILED_PRECONDITION, "needs 9 GiB, 4 GiB are free")
+    try:
+        with pytest.raises(EngineFailedError, match="worker 1: needs 9 GiB, 4 GiB are free"):
+            await rig.start()
+        assert rig.engine.state is EngineState.STOPPED
+    finally:
+        await rig.close()
+
+
+async def test_ranks_that_disagree_are_fatal(tmp_path):
+    rig = Rig(tmp_path, world_size=2)
+    rig.workers[1].configured = {"fingerprint": "other"}
+    try:
+        with pytest.raises(EngineFailedError, match="disagree on fingerprint: 'fake' and 'other'"):
+            await rig.start()
+    finally:
+        await rig.close()
+
+
+async def test_workers_that_come_late_are_waited_for(tmp_path):
+    rig = Rig(tmp_path, connect_timeout_s=0.1)
+    start = asyncio.create_task(rig.engine.start())
+    try:
+        first = rig.engine._starter.epoch
+        await rig.until(lambda: rig.engine._starter.epoch >= first + 3)
+        assert not start.done()
+        await rig.workers[0].start()
+        async with asyncio.timeout(PATIENCE_S):
+            await start
+        assert rig.engine.state is EngineState.READY
+    finally:
+        await rig.close()
+
+
+async def test_start_can_be_given_up(tmp_path):
+    rig = Rig(tmp_path)
+    before = rig.engine._starter.epoch
+    start = asyncio.create_task(rig.engine.start())
+    await rig.until(lambda: rig.engine._starter.epoch > before)
+    await rig.engine.stop()
+    with pytest.raises(EngineFailedError, match="stopped before it was ready"):
+        await start
+
+
+async def test_a_cancelled_start_leaves_nothing(tmp_path):
+    rig = Rig(tmp_path)
+    before = rig.engine._starter.epoch
+    start = asyncio.create_task(rig.engine.start())
+    await rig.until(lambda: rig.engine._starter.epoch > before)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert rig.engine.state is EngineState.STOPPED
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_b09_cancelled_requests_free_their_slots(tmp_path):
+    async with running(tmp_path) as rig:
+        streams = [rig.engine.submit(make_request(f"r{i}", (i, 1), 250)) for i in range(2)]
+        for stream in streams:
+            await read_some(stream, 5)
+        for i in range(2):
+            rig.engine.cancel(f"r{i}")
+        assert rig.engine.load().num_running == 0
+        request = make_request("ninth", (3,), 2)
+        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert rig.engine.load().counters.cancelled == 2
+        for stream in streams:
+            async for event in stream:
+                last = event
+            assert last.reason is FinishReason.CANCELLED
+        with pytest.raises(UnknownRequestError):
+            rig.engine.cancel("r0")
+
+
+async def test_b12_a_deadline_ends_a_request_though_no_result_comes(tmp_path):
+    async with running(tmp_path) as rig:
+        rig.workers[0].hang()
+        running_ = make_request("a", deadline_ns=rig.engine.now_ns() + 50_000_000)
+        queued = make_request("b", deadline_ns=rig.engine.now_ns() + 60_000_000)
+        streams = [rig.engine.submit(request) for request in (running_, queued)]
+        for stream in streams:
+            _, end = await read(stream)
+            assert end.reason is FinishReason.DEADLINE
+        assert rig.engine.load().num_running == 0
+        assert rig.engine.state is EngineState.READY
+        rig.workers[0].resume()
+
+
+async def test_stop_request(tmp_path):
+    async with running(tmp_path) as rig:
+        stream = rig.engine.submit(make_request("a", (1, 2), 250))
+        await read_some(stream, 4)
+        assert rig.engine.stop_request("a", 3)
+        assert not rig.engine.stop_request("a", 3)
+        async for event in stream:
+            last = event
+        assert (last.reason, last.num_generated_tokens) == (FinishReason.STOP, 3)
+
+
+async def test_refusals_of_submit(tmp_path):
+    async with running(tmp_path, max_queue_len=1) as rig:
+        rig.workers[0].hang()
+        rig.engine.submit(make_request("a"))
+        with pytest.raises(DuplicateRequestError):
+            rig.engine.submit(make_request("a"))
+        rig.engine.submit(make_request("b"))
+        rig.engine.submit(make_request("c"))
+        with pytest.raises(QueueFullError):
+            rig.engine.submit(make_request("d"))
+        assert rig.engine.load().rejected_full == 1
+        rig.workers[0].resume()
+
+
+async def test_b41_drain_lets_running_requests_finish(tmp_path):
+    async with running(tmp_path) as rig:
+        requests = [make_request(f"r{i}", (i, 1), 200) for i in range(4)]
+        streams = [rig.engine.submit(request) for request in requests]
+        await read_some(streams[0], 1)
+        drain = asyncio.create_task(rig.engine.drain(PATIENCE_S))
+        await rig.until_state(EngineState.DRAINING)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            rig.engine.submit(make_request("late"))
+        for stream in streams[1:]:
+            tokens, end = await read(stream)
+            assert (len(tokens), end.reason) == (200, FinishReason.LENGTH)
+        await drain
+        await rig.engine.stop()
+        assert rig.states == [EngineState.READY, EngineState.DRAINING, EngineState.STOPPED]
+
+
+async def test_b41_what_outlives_the_grace_ends_unavailable(tmp_path):
+    async with running(tmp_path) as rig:
+        rig.workers[0].hang()
+        stream = rig.engine.submit(make_request("a"))
+        await rig.engine.drain(0.05)
+        _, end = await read(stream)
+        assert (end.reason, end.status) == (FinishReason.ERROR, "UNAVAILABLE")
+        assert rig.engine.load().counters.error == 1
+
+
+async def test_drain_survives_the_loss_of_a_worker(tmp_path):
+    async with running(tmp_path) as rig:
+        request = make_request("a", (1, 2), 200)
+        stream = rig.engine.submit(request)
+        head = await read_some(stream, 3)
+        drain = asyncio.create_task(rig.engine.drain(PATIENCE_S))
+        await rig.until_state(EngineState.DRAINING)
+        await rig.workers[0].die()
+        await rig.workers[0].start()
+        assert head + await read_rest(stream, len(head)) == tokens_alone(request)
+        await drain
+        assert rig.states == [EngineState.READY, EngineState.DRAINING]
+
+
+async def test_a_slow_reader_stops_nobody(tmp_path):
+    async with running(tmp_path) as rig:
+        unread = rig.engine.submit(make_request("slow", (1,), 200))
+        request = make_request("fast", (2,), 200)
+        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        await rig.until(lambda: rig.engine.load().num_running == 0)
+        events = unread.take_ready()
+        assert sum(len(event.token_ids) for event in events[:-1]) == 200
+        assert unread.take_ready() == []
+
+
+async def test_a_bug_of_ours_ends_requests_internal_and_service_goes_on(tmp_path, monkeypatch):
+    async with running(tmp_path) as rig:
+        stream = rig.engine.submit(make_request("a", (1, 2), 200))
+        await read_some(stream, 2)
+        scheduler = rig.engine._loop.scheduler
+        monkeypatch.setattr(scheduler, "plan_step", lambda now_ns: 1 // 0)
+        async for event in stream:
+            last = event
+        assert (last.reason, last.status) == (FinishReason.ERROR, "INTERNAL")
+        await rig.until_state(EngineState.READY)
+        request = make_request("b")
+        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert rig.engine.load().counters.accepted == 2
+
+
+async def test_nothing_is_left_after_stop(tmp_path):
+    async with running(tmp_path, world_size=2) as rig:
+        rig.engine.submit(make_request("a", (1, 2), 200))
+        await rig.engine.stop()
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert not {name for name in names if name == "engine" or name.startswith("worker")}
+        with pytest.raises(UnavailableError, match="stopped"):
+            rig.engine.submit(make_request("b"))
+        await rig.engine.stop()

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from scheduler_service.limits import Limits
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_slots", 0),
+        ("max_seq_len", 1),
+        ("max_step_tokens", 3),
+        ("max_queue_len", 0),
+        ("max_queued_tokens", -1),
+        ("max_outstanding", 0),
+        ("max_steps_per_command", 0),
+        ("run_ahead_window_ns", -5),
+    ],
+)
+def test_a_limit_that_cannot_hold_is_named_with_its_value(field, value):
+    fields = {"num_slots": 4, "max_seq_len": 100, field: value}
+    with pytest.raises(ValueError, match=rf"{field} is {value}|{field} .*{value}"):
+        Limits(**fields)
+
+
+def test_the_least_limits():
+    limits = Limits(
+        num_slots=1,
+        max_seq_len=2,
+        max_step_tokens=1,
+        max_queue_len=1,
+        max_outstanding=1,
+        max_steps_per_command=1,
+        run_ahead_window_ns=0,
+    )
+    assert limits.max_step_tokens == 1
