@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from .counters import Counters
 from .engine_types import (
     EngineConfig,
     EngineFailedError,
@@ -23,16 +22,14 @@ from .engine_types import (
     SelfTestReport,
     WorkerReport,
 )
-from .errors import QueueFullError, UnavailableError, UnknownRequestError
-from .group_errors import GroupError
-from .group_starter import GroupStarter
+from .errors import GroupError, QueueFullError, UnavailableError, UnknownRequestError
+from .limits import Counters
 from .request import FinishReason, Request
 from .request_stream import RequestStream, RequestStreams
 from .scheduler import Scheduler
 from .serve_loop import EngineBugError, ServeLoop
 from .slots import SlotView
-from .warm_up import NUM_WARM_UP_STEPS
-from .worker_group import WorkerGroup
+from .worker_group import NUM_WARM_UP_STEPS, GroupStarter, WorkerGroup
 
 __all__ = [
     "Engine",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from .counters import Counters
-from .limits import Limits
+from .limits import Counters, Limits
 
 
 class EngineFailedError(Exception):

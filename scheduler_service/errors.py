@@ -61,3 +61,23 @@ class CorruptedError(SlotwiseError):
     """The model gave NaN logits for this request."""
 
     status = "INTERNAL"
+
+
+class GroupError(Exception):
+    """The group cannot go on as it is; a new one, under a new epoch, may."""
+
+
+class WorkerLostError(GroupError):
+    """A rank is gone, silent, or cannot be reached."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"worker {rank}: {reason}")
+        self.rank = rank
+
+
+class DigestMismatchError(GroupError):
+    """Two ranks ran a step differently: their state no longer agrees."""
+
+
+class SetupError(GroupError):
+    """The set-up cannot work, and will not when tried again unchanged."""

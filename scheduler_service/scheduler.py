@@ -13,21 +13,23 @@ from __future__ import annotations
 
 from collections import deque
 
-from .counters import Counters
-from .deadlines import Deadlines
 from .errors import DuplicateRequestError, UnknownRequestError
-from .finished import finished_event
 from .integrity import check_integrity
-from .limits import Limits
-from .outstanding import Outstanding, PlannedRow, ResultError
-from .pace import StepPace
-from .request import Event, FinishedEvent, FinishReason, Request, RequestState, TokenEvent
-from .request_queue import RequestQueue
+from .limits import Counters, Limits
+from .request import (
+    Event,
+    FinishedEvent,
+    FinishReason,
+    Request,
+    RequestState,
+    TokenEvent,
+    finished_event,
+)
+from .request_queue import Deadlines, RequestQueue, ServiceTime
 from .seat import Seat
-from .service_time import ServiceTime
 from .slots import Slot, SlotTable, SlotView
-from .step import RowResult, StepCommand, StepResult
-from .step_plan import plan_rows
+from .step import Outstanding, PlannedRow, ResultError, RowResult, StepCommand, StepResult
+from .step_plan import StepPace, plan_rows
 
 __all__ = ["Limits", "ResultError", "Scheduler"]
 

@@ -1,10 +1,11 @@
-"""The step protocol as plain data; worker_pool.py turns it into messages and back.
+"""The step protocol as plain data, and the check that a result answers its command.
 
-slotwise/worker/v1/worker.proto says what each field means.
+slotwise/worker/v1/worker.proto says what each field means; worker_messages.py makes the messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -73,3 +74,67 @@ class StepResult:
     digest: int
     rows: tuple[RowResult, ...]
     duration_ns: int
+
+
+class ResultError(Exception):
+    """A result does not answer its command: the worker group can no longer be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """A row of an outstanding command: prefill tokens it computes, tokens it may sample."""
+
+    slot: int
+    generation: int
+    num_prefill: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A command in flight."""
+
+    epoch: int
+    step_id: int
+    rows: tuple[PlannedRow, ...]
+    has_prefill: bool
+
+    def check(self, result: StepResult, stopped: Callable[[PlannedRow, RowResult], bool]) -> None:
+        """ResultError unless the result answers this command, row by row.
+
+        A row may bring fewer tokens than planned only if it is corrupted or `stopped` says so.
+        """
+        if (result.epoch, result.step_id) != (self.epoch, self.step_id):
+            raise ResultError(
+                f"result of epoch {result.epoch}, step {result.step_id} came where epoch "
+                f"{self.epoch}, step {self.step_id} was due"
+            )
+        if len(result.rows) != len(self.rows):
+            raise ResultError(
+                f"step {self.step_id}: {len(result.rows)} rows came for {len(self.rows)} sent"
+            )
+        for planned, row in zip(self.rows, result.rows, strict=True):
+            self._check_row(planned, row, stopped)
+
+    def _check_row(
+        self,
+        planned: PlannedRow,
+        row: RowResult,
+        stopped: Callable[[PlannedRow, RowResult], bool],
+    ) -> None:
+        if (row.slot, row.generation) != (planned.slot, planned.generation):
+            raise ResultError(
+                f"step {self.step_id}: a row of slot {row.slot}, generation {row.generation} came "
+                f"where slot {planned.slot}, generation {planned.generation} was due"
+            )
+        num_tokens = len(row.token_ids)
+        if num_tokens > planned.num_tokens:
+            raise ResultError(
+                f"step {self.step_id}: slot {row.slot} brought {num_tokens} tokens, "
+                f"at most {planned.num_tokens} were asked for"
+            )
+        if num_tokens < planned.num_tokens and not row.corrupted and not stopped(planned, row):
+            raise ResultError(
+                f"step {self.step_id}: slot {row.slot} brought {num_tokens} tokens of "
+                f"{planned.num_tokens} though nothing stopped it"
+            )

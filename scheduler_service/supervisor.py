@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .group_errors import GroupError, SetupError
+from .errors import GroupError, SetupError
 
 _log = logging.getLogger(__name__)
 _worker_log = logging.getLogger("slotwise.worker")

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from .engine_types import EngineConfig, EngineInfo, LoadProgress
-from .group_errors import GroupError, WorkerLostError
-from .step import StepCommand, StepResult
+from .engine_types import EngineConfig, EngineFailedError, EngineInfo, LoadProgress
+from .errors import GroupError, SetupError, WorkerLostError
+from .slots import WARM_UP_GENERATION
+from .step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
 from .supervisor import Supervisor, worker_command
-from .warm_up import warm_up_commands
 from .worker_pool import WorkerPool
+
+NUM_WARM_UP_STEPS = 2
+
+
+def warm_up_commands(epoch: int, max_seq_len: int) -> tuple[StepCommand, StepCommand]:
+    """Prefills one token in slot 0 and decodes another.
+
+    A slot's tenants have higher generations, so the slot need not be cleaned.
+    """
+    setup = SlotSetup(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=0,
+        end_token_ids=(),
+        max_len=min(3, max_seq_len),
+    )
+    chunk = PrefillChunk(0, WARM_UP_GENERATION, 0, (0,), sample=True, setup=setup)
+    decode = DecodeRow(0, WARM_UP_GENERATION)
+    return (StepCommand(epoch, 1, 1, (chunk,)), StepCommand(epoch, 2, 1, (decode,)))
+
 
 _log = logging.getLogger(__name__)
 
@@ -113,3 +136,62 @@ class WorkerGroup:
     def _started_pool(self) -> WorkerPool:
         assert self._pool is not None, "the group is not started"
         return self._pool
+
+
+_log = logging.getLogger(__name__)
+
+_FIRST_DELAY_S = 0.1
+_MAX_DELAY_S = 5.0
+_MAX_FIRST_TRIES = 3
+
+
+class GroupStarter:
+    """Knows the epoch in use and what the group reported. Each try is a new epoch."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        # Workers that outlive us have seen epochs of our former lives; the clock is above them.
+        self.epoch = 0 if group.spawns else int(time.time())
+        self.info: EngineInfo | None = None
+
+    async def first_start(self) -> EngineInfo:
+        """Tries until the group is up; EngineFailedError for a fault that stays.
+
+        Workers that are not ours may come later than we do, so those are tried for ever.
+        """
+        num_tries = 0
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                return await self._try()
+            except SetupError as error:
+                raise EngineFailedError(str(error)) from error
+            except GroupError as error:
+                num_tries += 1
+                if self._group.spawns and num_tries == _MAX_FIRST_TRIES:
+                    raise EngineFailedError(f"{error} (try {num_tries})") from error
+                _log.warning("the workers are not up yet: %s", error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+    async def restart(self) -> EngineInfo:
+        """Tries until the group is up again, with the same geometry and weights."""
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                return await self._try()
+            except GroupError as error:
+                _log.warning("the workers are not back yet: %s", error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+    async def _try(self) -> EngineInfo:
+        self.epoch += 1
+        info = await self._group.start(self.epoch)
+        if self.info is not None and info.geometry != self.info.geometry:
+            raise SetupError(
+                f"the workers came back as {info.geometry}, they were {self.info.geometry}; "
+                "restart the server to serve another model"
+            )
+        self.info = info
+        return info

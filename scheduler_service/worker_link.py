@@ -12,7 +12,7 @@ from slotwise.worker.v1 import worker_pb2 as pb
 from slotwise.worker.v1 import worker_pb2_grpc as pb_grpc
 
 from .engine_types import LoadProgress, WorkerConfigured
-from .group_errors import GroupError, SetupError, WorkerLostError
+from .errors import GroupError, SetupError, WorkerLostError
 from .step import StepResult
 from .worker_messages import Response, read_response
 

@@ -4,7 +4,7 @@ import pytest
 from scheduler_driver import make_request
 
 from scheduler_service.errors import QueueFullError
-from scheduler_service.request_queue import RequestQueue
+from scheduler_service.request_queue import Deadlines, RequestQueue
 
 
 def push(queue, request_id, num_tokens=3, spare=0):
@@ -58,3 +58,30 @@ def test_tokens_are_counted_in_and_out():
 def test_bounds_that_cannot_be(max_len, max_tokens):
     with pytest.raises(ValueError, match=r"is -?[01]"):
         RequestQueue(max_len, max_tokens)
+
+
+def test_due_takes_out_what_is_at_or_before_now():
+    deadlines = Deadlines()
+    for name, at_ns in (("c", 30), ("a", 10), ("b", 20)):
+        deadlines.add(name, at_ns)
+    assert deadlines.next_ns == 10
+    assert deadlines.due(9) == []
+    assert deadlines.due(20) == ["a", "b"]
+    assert deadlines.next_ns == 30
+    assert deadlines.due(20) == []
+    assert deadlines.due(30) == ["c"]
+    assert deadlines.next_ns is None
+
+
+def test_a_discarded_deadline_never_comes():
+    deadlines = Deadlines()
+    deadlines.add("a", 10)
+    deadlines.add("b", 20)
+    deadlines.discard("a")
+    deadlines.discard("unknown")
+    assert deadlines.next_ns <= 20
+    assert deadlines.due(15) == []
+    assert deadlines.next_ns == 20
+    deadlines.discard("b")
+    assert deadlines.next_ns is None
+    assert "b" not in deadlines

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from scheduler_service.pace import StepPace
+from scheduler_service.step_plan import StepPace
 
 
 def test_one_step_until_something_was_measured():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler_service.silence import SilenceWatch
+from scheduler_service.serve_loop import SilenceWatch
 
 
 async def test_silence_is_told_once_it_lasted():
