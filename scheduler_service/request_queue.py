@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from .errors import QueueFullError
 from .request import Request
 
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 60.0
+_FIRST_GUESS_NS = 1_000_000_000
+
 
 class RequestQueue:
     """Requests in order of arrival, numbered from 0. Push, pop and removal by id take O(1)."""
@@ -102,11 +106,6 @@ class Deadlines:
             del self._by_id[request_id]
         self._next_ns = min(self._by_id.values(), default=None)
         return due
-
-
-_MIN_RETRY_S = 0.1
-_MAX_RETRY_S = 60.0
-_FIRST_GUESS_NS = 1_000_000_000
 
 
 class ServiceTime:

@@ -15,6 +15,9 @@ from .request import Event, FinishReason, finished_event
 from .scheduler import ResultError, Scheduler
 from .worker_group import WorkerGroup
 
+# Shortest timer; an event loop may fire a little early, and then looks again.
+_MIN_TIMER_S = 0.001
+
 
 class SilenceWatch:
     """Calls on_silence(seconds) once nothing was heard for timeout_s while something was due."""
@@ -61,12 +64,8 @@ class SilenceWatch:
         if silence_s >= self._timeout_s:
             self._on_silence(silence_s)
             return
-        left_s = max(0.001, self._timeout_s - silence_s)
+        left_s = max(_MIN_TIMER_S, self._timeout_s - silence_s)
         self._timer = asyncio.get_running_loop().call_later(left_s, self._check)
-
-
-# Shortest timer; an event loop may fire a little early, and then looks again.
-_MIN_TIMER_S = 0.001
 
 
 class EngineBugError(GroupError):

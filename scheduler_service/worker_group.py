@@ -17,6 +17,17 @@ from .worker_pool import WorkerPool
 
 NUM_WARM_UP_STEPS = 2
 
+_log = logging.getLogger(__name__)
+
+# A stream breaks a moment before its process is known to have ended; the process says more.
+_EXIT_REPORT_S = 1.0
+# Between tries to bring the group up.
+_FIRST_DELAY_S = 0.1
+_MAX_DELAY_S = 5.0
+_MAX_FIRST_TRIES = 3
+
+T = TypeVar("T")
+
 
 def warm_up_commands(epoch: int, max_seq_len: int) -> tuple[StepCommand, StepCommand]:
     """Prefills one token in slot 0 and decodes another.
@@ -35,14 +46,6 @@ def warm_up_commands(epoch: int, max_seq_len: int) -> tuple[StepCommand, StepCom
     chunk = PrefillChunk(0, WARM_UP_GENERATION, 0, (0,), sample=True, setup=setup)
     decode = DecodeRow(0, WARM_UP_GENERATION)
     return (StepCommand(epoch, 1, 1, (chunk,)), StepCommand(epoch, 2, 1, (decode,)))
-
-
-_log = logging.getLogger(__name__)
-
-# A stream breaks a moment before its process is known to have ended; the process says more.
-_EXIT_REPORT_S = 1.0
-
-T = TypeVar("T")
 
 
 class WorkerGroup:
@@ -136,13 +139,6 @@ class WorkerGroup:
     def _started_pool(self) -> WorkerPool:
         assert self._pool is not None, "the group is not started"
         return self._pool
-
-
-_log = logging.getLogger(__name__)
-
-_FIRST_DELAY_S = 0.1
-_MAX_DELAY_S = 5.0
-_MAX_FIRST_TRIES = 3
 
 
 class GroupStarter:

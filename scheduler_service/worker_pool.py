@@ -17,6 +17,8 @@ from .worker_messages import configure_message, step_message
 
 _log = logging.getLogger(__name__)
 
+_LOCAL_HOSTS = ("localhost", "127.", "[::1]")
+
 
 def agree_on_setup(
     config: EngineConfig, epoch: int, configured: list[WorkerConfigured]
@@ -73,9 +75,6 @@ class StepAgreement:
                     f"{mine} and {(theirs.epoch, theirs.step_id, theirs.digest)}"
                 )
         return step[0]
-
-
-_LOCAL_HOSTS = ("localhost", "127.", "[::1]")
 
 
 def is_local(address: str) -> bool:
