@@ -62,6 +62,7 @@ class Process:
         if not await self._or_stop(self._engine.start(), self._stop):
             log.info("told to end before the workers were ready")
             return
+        service.check_workers()
         self._tell(event="ready", address=address, model=model.info.name)
         log.info("ready: %s on %s", model.info.name, address)
         await self._stop.wait()

@@ -23,9 +23,6 @@ from .validation import check_request_id
 
 T = TypeVar("T")
 
-# Our own deadline fires this much before gRPC's, so that it is counted and told as one.
-DEADLINE_LEAD_NS = 1_000_000
-
 log = logging.getLogger(__name__)
 
 
@@ -74,13 +71,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return await self._answer(context, self._server_info())
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: CallContext) -> pb.GetLoadResponse:
-        return messages.load(self._service.engine.load(), self._service.rejections)
+        return await self._answer(context, self._load())
 
     async def ListSlots(
         self, request: pb.ListSlotsRequest, context: CallContext
     ) -> pb.ListSlotsResponse:
-        views = self._service.engine.slots()
-        return pb.ListSlotsResponse(slots=[messages.slot(view) for view in views])
+        return await self._answer(context, self._slots())
 
     async def _generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
         async with await self._begin(request, context) as generation:
@@ -119,8 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         remaining_s = context.time_remaining()
         deadline_ns = None
         if remaining_s is not None:
-            now_ns = self._service.engine.now_ns()
-            deadline_ns = now_ns + int(remaining_s * 1e9) - DEADLINE_LEAD_NS
+            deadline_ns = self._service.engine.now_ns() + int(remaining_s * 1e9)
         try:
             call = messages.generate_call(request)
         except InvalidArgumentError:
@@ -169,6 +164,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             uptime_ns=self._service.engine.now_ns() - self._started_ns,
         )
 
+    async def _load(self) -> pb.GetLoadResponse:
+        return messages.load(self._service.engine.load(), self._service.rejections)
+
+    async def _slots(self) -> pb.ListSlotsResponse:
+        views = self._service.engine.slots()
+        return pb.ListSlotsResponse(slots=[messages.slot(view) for view in views])
+
     async def _answer(self, context: CallContext, work: Awaitable[T]) -> T:
         try:
             return await work
@@ -176,7 +178,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             code, message, metadata = to_status(error)
         except Exception:
             log.exception("a call failed by a fault of the server")
-            code, metadata = grpc.StatusCode.INTERNAL, []
+            code, metadata = grpc.StatusCode.INTERNAL, ()
             message = "a fault of the server; its log has the details"
         return await context.abort(code, message, metadata)
 

@@ -17,6 +17,7 @@ from .errors import (
     UnknownRequestError,
 )
 from .generate_call import GenerateCall
+from .json_file import ModelFilesError
 from .model_files import ModelInfo, read_model_info
 from .prompts import PromptReader
 from .request import Event, FinishedEvent, FinishReason, Request, TokenEvent
@@ -24,6 +25,10 @@ from .request_stream import RequestStream
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 from .validation import Limits, check_call, make_request, text_options
+
+
+# A client's clock starts before ours: it gives up at its deadline, a little before we reach it.
+DEADLINE_SLACK_NS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Generation:
         if self._event is not None:
             return
         deadline = self.request.deadline_ns
-        late = deadline is not None and self._engine.now_ns() >= deadline
+        late = deadline is not None and self._engine.now_ns() >= deadline - DEADLINE_SLACK_NS
         reason = FinishReason.DEADLINE if late else FinishReason.CANCELLED
         try:
             self._engine.cancel(self.request.request_id, reason)
@@ -163,6 +168,16 @@ class InferenceService:
         self.model = model
         self.engine = engine
         self.rejections = Rejections()
+
+    def check_workers(self) -> None:
+        """ModelFilesError when the workers serve another checkpoint than this folder."""
+        theirs = self.engine.info().geometry.vocab_size
+        own = self.model.info.vocab_size
+        if theirs != own:
+            raise ModelFilesError(
+                f"the workers' model has a vocabulary of {theirs}, and config.json of "
+                f"{self.model.info.name} says {own}; serve the same folder on both sides"
+            )
 
     def limits(self) -> Limits:
         """UnavailableError until the workers have reported their geometry."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -18,6 +17,8 @@ MAX_MESSAGE_CHARS = 700
 
 DETAILS_KEY = "grpc-status-details-bin"
 
+Metadata = tuple[tuple[str, bytes], ...]
+
 
 class CallContext(Protocol):
     """One RPC, as the server sees it. The handler is cancelled when the client goes away."""
@@ -29,7 +30,7 @@ class CallContext(Protocol):
         self,
         code: grpc.StatusCode,
         details: str = "",
-        trailing_metadata: Sequence[tuple[str, bytes]] = (),
+        trailing_metadata: Metadata = (),
     ) -> NoReturn:
         """Ends the call with a status."""
 
@@ -37,14 +38,14 @@ class CallContext(Protocol):
         """Seconds until the client's deadline; None: it set none."""
 
 
-def to_status(error: SlotwiseError) -> tuple[grpc.StatusCode, str, Sequence[tuple[str, bytes]]]:
+def to_status(error: SlotwiseError) -> tuple[grpc.StatusCode, str, Metadata]:
     """Code, message and trailing metadata for an error of a call."""
     code = grpc.StatusCode[error.status]
     message = shortened(str(error))
     status = status_pb2.Status(code=code.value[0], message=message)
     for detail in _details(error):
         status.details.add().Pack(detail)
-    return code, message, [(DETAILS_KEY, status.SerializeToString())]
+    return code, message, ((DETAILS_KEY, status.SerializeToString()),)
 
 
 def shortened(message: str) -> str:

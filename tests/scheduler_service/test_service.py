@@ -16,7 +16,7 @@ from scheduler_service.errors import (
 from scheduler_service.generate_call import GenerateCall, IdsInput
 from scheduler_service.request import FinishedEvent, FinishReason, Request, TokenEvent
 from scheduler_service.request_stream import RequestStream
-from scheduler_service.service import InferenceService, load_model
+from scheduler_service.service import DEADLINE_SLACK_NS, InferenceService, load_model
 
 
 @dataclass
@@ -148,7 +148,12 @@ async def test_ends_that_are_errors(service, engine, reason, more, error):
 
 @pytest.mark.parametrize(
     ("deadline_ns", "reason"),
-    [(None, FinishReason.CANCELLED), (201, FinishReason.CANCELLED), (200, FinishReason.DEADLINE)],
+    [
+        (None, FinishReason.CANCELLED),
+        (201 + DEADLINE_SLACK_NS, FinishReason.CANCELLED),
+        (200 + DEADLINE_SLACK_NS, FinishReason.DEADLINE),
+        (100, FinishReason.DEADLINE),
+    ],
 )
 async def test_leaving_before_the_end_cancels(service, engine, deadline_ns, reason):
     """B09, B12: counted as what it was."""
