@@ -26,7 +26,6 @@ from .text_stream import TextStream
 from .tokenizer import Tokenizer
 from .validation import Limits, check_call, make_request, text_options
 
-
 # A client's clock starts before ours: it gives up at its deadline, a little before we reach it.
 DEADLINE_SLACK_NS = 100_000_000
 
