@@ -24,7 +24,7 @@ from .engine_types import (
 )
 from .errors import GroupError, QueueFullError, UnavailableError, UnknownRequestError
 from .limits import Counters
-from .request import FinishReason, Request
+from .request import FinishReason, Request, failed_event
 from .request_stream import RequestStream, RequestStreams
 from .scheduler import Scheduler
 from .serve_loop import EngineBugError, ServeLoop
@@ -139,7 +139,7 @@ class Engine:
             self._rejected_full += 1
             raise
         loop.pump_soon()
-        return self._streams.open(request.request_id, queue_position)
+        return self._streams.open(request, queue_position)
 
     def cancel(
         self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, message: str = ""
@@ -227,12 +227,9 @@ class Engine:
         """The main task ends only by `stop`, by a failed start, or by a bug."""
         if main.cancelled() or not self._ready.is_set():
             return
-        _log.critical(
-            "the engine's task failed; nothing is served any more", exc_info=main.exception()
-        )
+        _log.critical("the engine's task failed, nothing is served", exc_info=main.exception())
         self._set_state(EngineState.DOWN)
-        if self._loop is not None:
-            self._streams.tell(self._loop.abandon("the engine failed; see the server's log"))
+        self._abandon(self._started_loop())
 
     async def _serve(self, loop: ServeLoop) -> GroupError:
         """Serves until the group is lost; returns why."""
@@ -242,7 +239,8 @@ class Engine:
             cause = error
         if isinstance(cause, EngineBugError):
             _log.error("the engine failed, all requests end INTERNAL", exc_info=cause)
-            self._replace_loop(loop)
+            self._abandon(loop)
+            self._loop = self._new_loop(self.info(), loop.scheduler.counters)
         self._num_fruitless_epochs = 0 if loop.num_results else self._num_fruitless_epochs + 1
         return cause
 
@@ -272,10 +270,13 @@ class Engine:
         scheduler = Scheduler(limits, counters)
         return ServeLoop(scheduler, self._group, self._streams.tell, self._config.worker_timeout_s)
 
-    def _replace_loop(self, broken: ServeLoop) -> None:
-        """Ends all requests and goes on with a new scheduler."""
-        self._streams.tell(broken.abandon("the engine failed; see the server's log"))
-        self._loop = self._new_loop(self.info(), broken.scheduler.counters)
+    def _abandon(self, broken: ServeLoop) -> None:
+        """Ends all requests INTERNAL without asking a scheduler that is not to be trusted."""
+        broken.close()
+        message = "the engine failed; see the server's log"
+        for request in self._streams.requests():
+            broken.scheduler.counters.count_end(FinishReason.ERROR)
+            self._streams.tell([failed_event(request, self.now_ns(), message)])
 
     def _end_all(self, status: str, message: str) -> None:
         for request_id in self._streams.ids():

@@ -123,3 +123,11 @@ def finished_event(
         message=message,
         status=status,
     )
+
+
+def failed_event(request: Request, now_ns: int, message: str) -> FinishedEvent:
+    """The event that ends `request` now because of a fault of ours."""
+    num_generated = len(request.generated_token_ids)
+    return finished_event(
+        request, FinishReason.ERROR, num_generated, now_ns, None, message, "INTERNAL"
+    )

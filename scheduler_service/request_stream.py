@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from .request import Event, FinishedEvent
+from .request import Event, FinishedEvent, Request
 
 
 class RequestStream:
@@ -15,12 +15,16 @@ class RequestStream:
     Dropping the stream does not cancel the request; `Engine.cancel` does. One reader at a time.
     """
 
-    def __init__(self, request_id: str, queue_position: int) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request, queue_position: int) -> None:
+        self.request = request
         # Requests ahead in the queue when this one was accepted.
         self.queue_position = queue_position
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     def push(self, event: Event) -> None:
         """For the engine: adds an event."""
@@ -63,10 +67,13 @@ class RequestStreams:
     def ids(self) -> list[str]:
         return list(self._streams)
 
-    def open(self, request_id: str, queue_position: int) -> RequestStream:
+    def requests(self) -> list[Request]:
+        return [stream.request for stream in self._streams.values()]
+
+    def open(self, request: Request, queue_position: int) -> RequestStream:
         """A stream for a request that was accepted."""
-        stream = RequestStream(request_id, queue_position)
-        self._streams[request_id] = stream
+        stream = RequestStream(request, queue_position)
+        self._streams[request.request_id] = stream
         self._all_ended.clear()
         return stream
 

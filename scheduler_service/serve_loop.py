@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from .errors import GroupError, WorkerLostError
-from .request import Event, FinishReason, finished_event
+from .request import Event
 from .scheduler import ResultError, Scheduler
 from .worker_group import WorkerGroup
 
@@ -125,23 +125,6 @@ class ServeLoop:
         if not self._pump_is_due:
             self._pump_is_due = True
             asyncio.get_running_loop().call_soon(self._pump_now)
-
-    def abandon(self, message: str) -> list[Event]:
-        """Ends all requests INTERNAL, without asking a scheduler that may be broken, and closes."""
-        requests = list(self.scheduler.requests.values())
-        self.scheduler.requests.clear()
-        self.close()
-        now_ns = time.monotonic_ns()
-        events: list[Event] = []
-        for request in requests:
-            self.scheduler.counters.count_end(FinishReason.ERROR)
-            num_generated = len(request.generated_token_ids)
-            events.append(
-                finished_event(
-                    request, FinishReason.ERROR, num_generated, now_ns, None, message, "INTERNAL"
-                )
-            )
-        return events
 
     def close(self) -> None:
         """No more timers."""

@@ -473,6 +473,23 @@ async def test_a_bug_of_ours_ends_requests_internal_and_service_goes_on(tmp_path
         assert rig.engine.load().counters.accepted == 2
 
 
+async def test_a_bug_amid_a_result_leaves_no_stream_without_an_end(tmp_path, monkeypatch):
+    async with running(tmp_path) as rig:
+        stream = rig.engine.submit(make_request("a", (1, 2), 200))
+        await read_some(stream, 2)
+        scheduler = rig.engine._loop.scheduler
+
+        def forget_all(result, now_ns):
+            scheduler.requests.clear()
+            raise KeyError("a")
+
+        monkeypatch.setattr(scheduler, "apply_result", forget_all)
+        async for event in stream:
+            last = event
+        assert (last.reason, last.status) == (FinishReason.ERROR, "INTERNAL")
+        assert last.num_generated_tokens >= 2
+
+
 async def test_nothing_is_left_after_stop(tmp_path):
     async with running(tmp_path, world_size=2) as rig:
         rig.engine.submit(make_request("a", (1, 2), 200))

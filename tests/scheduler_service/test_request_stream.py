@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from scheduler_driver import make_request
 
 from scheduler_service.request import FinishedEvent, FinishReason, TokenEvent
 from scheduler_service.request_stream import RequestStreams
@@ -18,7 +19,7 @@ def token(request_id, index):
 
 async def test_events_come_in_order_and_end_once():
     streams = RequestStreams()
-    stream = streams.open("a", 3)
+    stream = streams.open(make_request("a"), 3)
     assert (stream.request_id, stream.queue_position, "a" in streams) == ("a", 3, True)
     streams.tell([token("a", 0), token("a", 1), end("a")])
     assert "a" not in streams
@@ -29,7 +30,7 @@ async def test_events_come_in_order_and_end_once():
 
 async def test_what_is_ready_is_taken_without_waiting():
     streams = RequestStreams()
-    stream = streams.open("a", 0)
+    stream = streams.open(make_request("a"), 0)
     assert stream.take_ready() == []
     streams.tell([token("a", 0), token("a", 1)])
     assert await anext(stream) == token("a", 0)
@@ -42,7 +43,7 @@ async def test_what_is_ready_is_taken_without_waiting():
 
 async def test_a_reader_waits_for_events():
     streams = RequestStreams()
-    stream = streams.open("a", 0)
+    stream = streams.open(make_request("a"), 0)
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     assert not reader.done()
@@ -54,8 +55,8 @@ async def test_a_reader_waits_for_events():
 async def test_waiting_for_all_to_end():
     streams = RequestStreams()
     await streams.wait_all_ended()
-    streams.open("a", 0)
-    streams.open("b", 0)
+    streams.open(make_request("a"), 0)
+    streams.open(make_request("b"), 0)
     waiter = asyncio.create_task(streams.wait_all_ended())
     streams.tell([end("a")])
     await asyncio.sleep(0)
