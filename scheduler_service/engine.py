@@ -279,19 +279,17 @@ class Engine:
             self._streams.tell([failed_event(request, self.now_ns(), message)])
 
     def _end_all(self, status: str, message: str) -> None:
-        for request_id in self._streams.ids():
-            self._end(request_id, status, message)
+        for request in self._streams.requests():
+            self._end(request, status, message)
 
     def _end_running(self, message: str) -> None:
         for seat in list(self._started_loop().scheduler.seats.values()):
-            self._end(seat.request.request_id, "UNAVAILABLE", message)
+            self._end(seat.request, "UNAVAILABLE", message)
 
-    def _end(self, request_id: str, status: str, message: str) -> None:
-        scheduler = self._started_loop().scheduler
-        now_ns = self.now_ns()
-        self._streams.tell(
-            [scheduler.cancel(request_id, FinishReason.ERROR, now_ns, message, status)]
-        )
+    def _end(self, request: Request, status: str, message: str) -> None:
+        scheduler, error = self._started_loop().scheduler, FinishReason.ERROR
+        event = scheduler.cancel(request.request_id, error, self.now_ns(), message, status)
+        self._streams.tell([event])
 
     def _set_state(self, state: EngineState) -> None:
         """Draining and stopping are for good, whatever becomes of the workers meanwhile."""

@@ -15,16 +15,12 @@ class RequestStream:
     Dropping the stream does not cancel the request; `Engine.cancel` does. One reader at a time.
     """
 
-    def __init__(self, request: Request, queue_position: int) -> None:
-        self.request = request
+    def __init__(self, request_id: str, queue_position: int) -> None:
+        self.request_id = request_id
         # Requests ahead in the queue when this one was accepted.
         self.queue_position = queue_position
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     def push(self, event: Event) -> None:
         """For the engine: adds an event."""
@@ -51,39 +47,38 @@ class RequestStream:
 
 
 class RequestStreams:
-    """The streams of all live requests, by request id."""
+    """All live requests with their streams, by request id."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, RequestStream] = {}
+        self._live: dict[str, tuple[Request, RequestStream]] = {}
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self._live)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
-    def ids(self) -> list[str]:
-        return list(self._streams)
+        return request_id in self._live
 
     def requests(self) -> list[Request]:
-        return [stream.request for stream in self._streams.values()]
+        """The live requests, in order of `open`."""
+        return [request for request, _ in self._live.values()]
 
     def open(self, request: Request, queue_position: int) -> RequestStream:
         """A stream for a request that was accepted."""
-        stream = RequestStream(request, queue_position)
-        self._streams[request.request_id] = stream
+        stream = RequestStream(request.request_id, queue_position)
+        self._live[request.request_id] = (request, stream)
         self._all_ended.clear()
         return stream
 
     def tell(self, events: Iterable[Event]) -> None:
         """Hands events to their streams; a FinishedEvent takes its stream out of the table."""
         for event in events:
-            self._streams[event.request_id].push(event)
+            _, stream = self._live[event.request_id]
+            stream.push(event)
             if isinstance(event, FinishedEvent):
-                del self._streams[event.request_id]
-        if not self._streams:
+                del self._live[event.request_id]
+        if not self._live:
             self._all_ended.set()
 
     async def wait_all_ended(self) -> None:

@@ -61,7 +61,7 @@ async def test_waiting_for_all_to_end():
     streams.tell([end("a")])
     await asyncio.sleep(0)
     assert not waiter.done()
-    assert streams.ids() == ["b"]
+    assert [request.request_id for request in streams.requests()] == ["b"]
     streams.tell([end("b")])
     async with asyncio.timeout(20):
         await waiter
