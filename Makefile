@@ -1,0 +1,85 @@
+# One word per job. `make demo` and `make test` set up what they need; a second run takes seconds.
+#
+#   PYTHON=python3.12 make test     another interpreter (3.11 or newer)
+#   TESTS=tests/worker make test    a part of the suite; ARGS="-k name -x" passes flags to pytest
+
+PYTHON ?= python3
+TESTS ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# Touched when the packages, and when the native library and the protos, are as the sources say.
+DEPS := $(VENV)/.deps-installed
+BUILT := $(VENV)/.built
+
+NATIVE_SOURCES := $(shell find native protos -type f)
+CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test build protos fmt lint type golden bench clean
+
+help:
+	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
+	@echo "make test    the whole test suite"
+	@echo "make build   build the native library and the protos again (also: make protos)"
+	@echo "make fmt     format the sources          make lint    check style and format"
+	@echo "make type    check types                 make golden  make the golden tokens again"
+	@echo "make bench   measure, beside transformers              make clean   remove what was built"
+
+demo: $(BUILT)
+	@$(BIN)/slotwise demo
+
+test: $(BUILT)
+	$(BIN)/pytest $(ARGS) $(TESTS)
+
+build protos: $(DEPS)
+	$(BIN)/pip install --no-deps -e .
+	@touch $(BUILT)
+
+fmt: $(DEPS)
+	$(BIN)/ruff check --fix --show-fixes .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CLANG_FORMAT_FILES)
+
+lint: $(DEPS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
+
+type: $(BUILT)
+	$(BIN)/mypy
+
+golden: $(BUILT)
+	$(BIN)/python tests/golden/make_golden.py
+
+bench: $(BUILT)
+	$(BIN)/slotwise bench ladder --peer transformers
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT)
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# torch comes first and by its constraint, so that nothing later asks for another build of it.
+$(DEPS): pyproject.toml constraints-dev.txt | $(BIN)/python
+	$(BIN)/pip install -c constraints-dev.txt torch
+	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	@touch $(DEPS) $(BUILT)
+
+$(BUILT): $(DEPS) $(NATIVE_SOURCES)
+	$(BIN)/pip install --no-deps -e .
+	@touch $(BUILT)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed; name one: PYTHON=python3.11 make $(MAKECMDGOALS)"; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu:" \
+	       "sudo apt-get install python3-venv"; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { \
+	  echo "error: no C++ compiler; on Debian and Ubuntu: sudo apt-get install g++"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; \
+	  sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { \
+	  echo "error: the headers of $(PYTHON) are missing; on Debian and Ubuntu:" \
+	       "sudo apt-get install python3-dev"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
