@@ -198,7 +198,7 @@ class Engine:
                 await self._streams.wait_all_ended()
         except TimeoutError:
             _log.warning("%d requests outlived the grace of %g s", len(self._streams), grace_s)
-        self._end_all("UNAVAILABLE", "the server shut down before the request had finished")
+        self._end(self._streams.requests(), "the server shut down before the request had finished")
 
     async def stop(self) -> None:
         """Ends every request with ERROR / UNAVAILABLE, closes the streams, ends spawned workers.
@@ -206,7 +206,7 @@ class Engine:
         State STOPPED. May be called in any state, also during `start` and `drain`, and twice.
         """
         self._set_state(EngineState.STOPPED)
-        self._end_all("UNAVAILABLE", "the server has stopped")
+        self._end(self._streams.requests(), "the server has stopped")
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait({self._main})
@@ -249,7 +249,8 @@ class Engine:
         self._set_state(EngineState.RECOVERING)
         _log.error("the worker group is lost: %s", cause)
         if self._num_fruitless_epochs >= _MAX_FRUITLESS_EPOCHS:
-            self._end_running(f"the workers were lost {self._num_fruitless_epochs} times in a row")
+            running = [seat.request for seat in self._started_loop().scheduler.seats.values()]
+            self._end(running, f"the workers were lost {self._num_fruitless_epochs} times in a row")
         clock = asyncio.get_running_loop()
         give_up = clock.call_later(self._config.recovery_timeout_s, self._give_up)
         try:
@@ -260,10 +261,9 @@ class Engine:
 
     def _give_up(self) -> None:
         self._set_state(EngineState.DOWN)
-        self._end_all(
-            "UNAVAILABLE",
-            f"the workers have not come back within {self._config.recovery_timeout_s:g} s",
-        )
+        bound_s = self._config.recovery_timeout_s
+        message = f"the workers have not come back within {bound_s:g} s"
+        self._end(self._streams.requests(), message)
 
     def _new_loop(self, info: EngineInfo, counters: Counters | None) -> ServeLoop:
         limits = self._config.limits(info.geometry)
@@ -278,18 +278,13 @@ class Engine:
             broken.scheduler.counters.count_end(FinishReason.ERROR)
             self._streams.tell([failed_event(request, self.now_ns(), message)])
 
-    def _end_all(self, status: str, message: str) -> None:
-        for request in self._streams.requests():
-            self._end(request, status, message)
-
-    def _end_running(self, message: str) -> None:
-        for seat in list(self._started_loop().scheduler.seats.values()):
-            self._end(seat.request, "UNAVAILABLE", message)
-
-    def _end(self, request: Request, status: str, message: str) -> None:
-        scheduler, error = self._started_loop().scheduler, FinishReason.ERROR
-        event = scheduler.cancel(request.request_id, error, self.now_ns(), message, status)
-        self._streams.tell([event])
+    def _end(self, requests: list[Request], message: str) -> None:
+        """Ends requests UNAVAILABLE."""
+        for request in requests:
+            scheduler, error = self._started_loop().scheduler, FinishReason.ERROR
+            now_ns = self.now_ns()
+            event = scheduler.cancel(request.request_id, error, now_ns, message, "UNAVAILABLE")
+            self._streams.tell([event])
 
     def _set_state(self, state: EngineState) -> None:
         """Draining and stopping are for good, whatever becomes of the workers meanwhile."""
