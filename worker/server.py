@@ -51,7 +51,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         rank: Rank,
         health: HealthServicer,
         on_stuck: Callable[[str], None],
-        release_timeout_s: float = RELEASE_TIMEOUT_S,
+        release_timeout_s: float,
     ) -> None:
         self._rank = rank
         self._health = health
@@ -168,7 +168,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 
 async def start_server(
-    listen: str, rank: Rank, on_stuck: Callable[[str], None]
+    listen: str,
+    rank: Rank,
+    on_stuck: Callable[[str], None],
+    release_timeout_s: float = RELEASE_TIMEOUT_S,
 ) -> tuple[grpc.aio.Server, WorkerServicer, str]:
     """Binds `listen` and serves; the third value is the address with the port really taken.
 
@@ -177,7 +180,7 @@ async def start_server(
     _refuse_live_socket(listen)
     server = grpc.aio.server(options=_OPTIONS)
     health = HealthServicer()
-    servicer = WorkerServicer(rank, health, on_stuck)
+    servicer = WorkerServicer(rank, health, on_stuck, release_timeout_s)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (

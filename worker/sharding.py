@@ -1,6 +1,7 @@
 """Which part of the model a rank holds.
 
-Query heads are split evenly; KV heads too, or replicated when there are fewer than ranks. The
+A KV head and the query heads that read it stay together: whole groups are dealt out as evenly as
+they go. With fewer KV heads than ranks, each is replicated and its query heads are split. The
 feed-forward size and the vocabulary are cut into contiguous parts of nearly equal sizes.
 """
 
@@ -55,12 +56,12 @@ def shard_of(config: ModelConfig, rank: int, world_size: int) -> Shard:
             f"{config.num_heads} query heads and {config.num_kv_heads} KV heads cannot be split "
             f"over {world_size} ranks; possible: {', '.join(map(str, possible_sizes(config)))}"
         )
-    kv_begin = rank * config.num_kv_heads // world_size
+    kv_heads = _kv_heads(config, rank, world_size)
     return Shard(
         rank=rank,
         world_size=world_size,
-        q_heads=_part(config.num_heads, rank, world_size),
-        kv_heads=Part(kv_begin, kv_begin + max(1, config.num_kv_heads // world_size)),
+        q_heads=_q_heads(config, kv_heads, rank, world_size),
+        kv_heads=kv_heads,
         intermediate=_part(config.intermediate_size, rank, world_size),
         vocab=_part(config.vocab_size, rank, world_size),
     )
@@ -76,10 +77,25 @@ def possible_sizes(config: ModelConfig) -> list[int]:
     return [size for size in range(1, config.num_heads + 1) if _divides(config, size)]
 
 
+def _kv_heads(config: ModelConfig, rank: int, world_size: int) -> Part:
+    if config.num_kv_heads >= world_size:
+        return _part(config.num_kv_heads, rank, world_size)
+    head = rank * config.num_kv_heads // world_size
+    return Part(head, head + 1)
+
+
+def _q_heads(config: ModelConfig, kv_heads: Part, rank: int, world_size: int) -> Part:
+    if config.num_kv_heads >= world_size:
+        return kv_heads.scaled(config.num_heads // config.num_kv_heads)
+    return _part(config.num_heads, rank, world_size)
+
+
 def _divides(config: ModelConfig, world_size: int) -> bool:
-    kv_fits = config.num_kv_heads % world_size == 0 or world_size % config.num_kv_heads == 0
-    wide_enough = world_size <= min(config.intermediate_size, config.vocab_size)
-    return config.num_heads % world_size == 0 and kv_fits and wide_enough
+    if world_size > min(config.intermediate_size, config.vocab_size):
+        return False
+    if config.num_kv_heads >= world_size:
+        return True
+    return world_size % config.num_kv_heads == 0 and config.num_heads % world_size == 0
 
 
 def _part(size: int, rank: int, world_size: int) -> Part:

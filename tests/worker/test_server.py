@@ -1,0 +1,408 @@
+"""The step protocol over a real gRPC server on a Unix socket; health; one stream at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from worker_driver import Driver
+
+from checkpoints import make_checkpoint
+from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker.batch import StepCommand, StepResult
+from worker.config import MAX_MESSAGE_BYTES
+from worker.errors import StepError
+from worker.rank import Rank
+from worker.server import start_server
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+PROMPT = (5, 6, 7, 8, 9)
+TIMEOUT_S = 30.0
+
+
+@dataclass
+class Served:
+    rank: Rank
+    folder: Path
+    channel: grpc.aio.Channel
+    stuck: list[str]
+    address: str
+
+    def open_stream(self) -> Any:
+        return worker_pb2_grpc.WorkerStub(self.channel).Run()
+
+    async def health(self, service: str) -> int:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return (await health_pb2_grpc.HealthStub(self.channel).Check(request, timeout=5)).status
+
+    async def configured(self, **fields: Any) -> tuple[Any, worker_pb2.Configured]:
+        stream = self.open_stream()
+        await stream.write(worker_pb2.RunRequest(configure=configure(**fields)))
+        return stream, (await answers(stream))[-1].configured
+
+
+def configure(**fields: Any) -> worker_pb2.Configure:
+    values = {"epoch": 1, "world_size": 1, "num_slots": 2, "max_step_tokens": 64, **fields}
+    return worker_pb2.Configure(**values)
+
+
+async def answers(stream: Any) -> list[worker_pb2.RunResponse]:
+    """Everything up to Configured."""
+    seen = []
+    while not seen or not seen[-1].HasField("configured"):
+        seen.append(await asyncio.wait_for(stream.read(), TIMEOUT_S))
+        assert isinstance(seen[-1], worker_pb2.RunResponse)
+    return seen
+
+
+def prefill(step_id: int = 1, generation: int = 1, **fields: Any) -> worker_pb2.RunRequest:
+    setup = worker_pb2.SlotSetup(top_p=1.0, max_len=40)
+    values = {"token_ids": PROMPT, "sample": True, "setup": setup, **fields}
+    chunk = worker_pb2.PrefillChunk(**values)
+    row = worker_pb2.Row(slot=1, generation=generation, prefill=chunk)
+    return step(step_id, row)
+
+
+def decode(step_id: int, num_steps: int = 1, **fields: Any) -> worker_pb2.RunRequest:
+    row = worker_pb2.Row(slot=1, generation=1, decode=worker_pb2.DecodeRow())
+    return step(step_id, row, num_steps=num_steps, **fields)
+
+
+def step(step_id: int, *rows: worker_pb2.Row, **fields: Any) -> worker_pb2.RunRequest:
+    values = {"epoch": 1, "num_steps": 1, **fields}
+    return worker_pb2.RunRequest(step=worker_pb2.StepCommand(step_id=step_id, rows=rows, **values))
+
+
+async def result(stream: Any) -> worker_pb2.StepResult:
+    return (await asyncio.wait_for(stream.read(), TIMEOUT_S)).step_result
+
+
+async def failure(stream: Any) -> tuple[grpc.StatusCode, str]:
+    """How a stream ends that must not end well."""
+    try:
+        while await asyncio.wait_for(stream.read(), TIMEOUT_S) is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return await stream.code(), "ended well"
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await condition():  # noqa: ASYNC110 (the condition is in the server)
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    folder = make_checkpoint(tmp_path / "model", "qwen3")
+    rank, stuck = Rank(folder, 1), []
+    server, servicer, address = await start_server(f"unix:{tmp_path}/w.sock", rank, stuck.append)
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield Served(rank, folder, channel, stuck, address)
+    await server.stop(grace=0)
+    await servicer.close()
+
+
+async def test_configure_and_steps(served: Served) -> None:
+    expected = Driver(served.folder, max_seq_len=64).generate(PROMPT, 9)
+    stream = served.open_stream()
+    await stream.write(worker_pb2.RunRequest(configure=configure(max_seq_len=48)))
+    *progress, last = await answers(stream)
+    assert progress
+    assert all(message.HasField("load_progress") for message in progress)
+    info = last.configured
+    assert (info.epoch, info.rank, info.num_slots, info.max_seq_len) == (1, 0, 2, 48)
+    assert (info.num_layers, info.vocab_size) == (2, 320)
+    assert (info.weight_dtype, info.kv_dtype, info.device) == ("float32", "float32", "cpu")
+    assert len(info.fingerprint) == 32
+    assert info.predicted_memory_bytes > 0
+    assert info.measured_memory_bytes > 0
+    assert [test.passed for test in info.self_tests] == [True, True, True]
+    for request in (prefill(), decode(2, 3), decode(3, 5)):
+        await stream.write(request)
+    results = [await result(stream) for _ in range(3)]
+    assert [r.step_id for r in results] == [1, 2, 3]
+    assert [token for r in results for token in r.rows[0].token_ids] == expected
+    assert all(r.epoch == 1 and r.duration_ns > 0 for r in results)
+    assert (results[0].rows[0].slot, results[0].rows[0].generation) == (1, 1)
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    assert await stream.code() == grpc.StatusCode.OK
+
+
+async def test_defaults(served: Served) -> None:
+    _, info = await served.configured(max_seq_len=0, weight_dtype="auto", kv_dtype="bfloat16")
+    assert (info.max_seq_len, info.weight_dtype, info.kv_dtype) == (640, "float32", "bfloat16")
+
+
+async def test_health_follows_the_stream(served: Served) -> None:
+    assert await served.health("") == SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.health("slotwise.worker/0")
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    stream, _ = await served.configured()
+    assert await served.health("slotwise.worker/0") == NOT_SERVING
+    await stream.write(prefill())
+    await result(stream)
+
+    async def is_(status: int) -> bool:
+        return await served.health("slotwise.worker/0") == status
+
+    await eventually(lambda: is_(SERVING))
+    stream.cancel()
+    await eventually(lambda: is_(NOT_SERVING))
+    assert await served.health("") == SERVING
+
+
+async def test_health_answers_during_a_long_step(served: Served) -> None:
+    """B35: a step that takes long (here: until it is let go) does not hold up the event loop."""
+    stream, _ = await served.configured()
+    running, let_go = threading.Event(), threading.Event()
+    run = served.rank.run
+
+    def slow(command: StepCommand) -> StepResult:
+        running.set()
+        let_go.wait(TIMEOUT_S)
+        return run(command)
+
+    served.rank.run = slow  # type: ignore[method-assign]
+    await stream.write(prefill())
+    await asyncio.to_thread(running.wait, TIMEOUT_S)
+    for _ in range(20):
+        assert await served.health("") == SERVING
+    let_go.set()
+    assert (await result(stream)).step_id == 1
+
+
+async def test_one_stream_at_a_time(served: Served) -> None:
+    first, _ = await served.configured()
+    code, message = await failure(served.open_stream())
+    assert code == grpc.StatusCode.ALREADY_EXISTS
+    assert "one" in message
+    await first.write(prefill())
+    assert (await result(first)).step_id == 1
+
+
+@pytest.mark.parametrize("half_close", [True, False])
+async def test_streams_after_one_another_start_clean(served: Served, half_close: bool) -> None:
+    tokens = []
+    for epoch in (1, 2, 3):
+        stream, info = await served.configured(epoch=epoch)
+        assert info.epoch == epoch
+        request = prefill()
+        request.step.epoch = epoch
+        await stream.write(request)
+        tokens.append(list((await result(stream)).rows[0].token_ids))
+        if half_close:
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+        else:
+            stream.cancel()
+            await eventually(lambda: free(served))
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+async def free(served: Served) -> bool:
+    """Whether the server has seen the end of the last stream."""
+    stream = served.open_stream()
+    await stream.done_writing()
+    return await stream.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_weights_stay_loaded_for_the_same_model(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import worker.rank
+
+    loads, load = [], worker.rank.load_weights
+    monkeypatch.setattr(
+        worker.rank, "load_weights", lambda *args: loads.append(args[2]) or load(*args)
+    )
+    for dtype in ("float32", "float32", "bfloat16", "bfloat16", "auto"):
+        stream, _ = await served.configured(weight_dtype=dtype, num_slots=1 + len(loads))
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+    assert loads == ["float32", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "named"),
+    [
+        ({"epoch": 0}, "INVALID_ARGUMENT", "epoch 0"),
+        ({"world_size": 0}, "INVALID_ARGUMENT", "world_size 0"),
+        ({"num_slots": 0}, "FAILED_PRECONDITION", "num_slots.*0"),
+        ({"max_step_tokens": 1}, "FAILED_PRECONDITION", "max_step_tokens 1.*2"),
+        ({"max_seq_len": 641}, "FAILED_PRECONDITION", "max_seq_len 641.*640"),
+        ({"weight_dtype": "int4"}, "FAILED_PRECONDITION", "weight_dtype 'int4'.*bfloat16"),
+        ({"kv_dtype": "fp8"}, "FAILED_PRECONDITION", "kv_dtype 'fp8'"),
+        ({"world_size": 4}, "FAILED_PRECONDITION", "4 ranks.*1, 2, 6"),
+        ({"num_slots": 2**31, "max_step_tokens": 2**31}, "FAILED_PRECONDITION", "slots x 640"),
+    ],
+)
+async def test_set_up_refused(
+    served: Served, fields: dict[str, Any], code: str, named: str
+) -> None:
+    stream = served.open_stream()
+    await stream.write(worker_pb2.RunRequest(configure=configure(**fields)))
+    status, message = await failure(stream)
+    assert status == grpc.StatusCode[code]
+    assert re.search(named, message), message
+    await served.configured()  # and the worker still serves
+
+
+async def test_broken_checkpoint(served: Served) -> None:
+    (served.folder / "model.safetensors").unlink()
+    stream = served.open_stream()
+    await stream.write(worker_pb2.RunRequest(configure=configure()))
+    status, message = await failure(stream)
+    assert status == grpc.StatusCode.FAILED_PRECONDITION
+    assert "model.safetensors" in message
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (decode(1), "slot 1"),
+        (prefill(step_id=2), "step id 2"),
+        (prefill(token_ids=[320]), "token id 320"),
+        (prefill(start=3), "starts at 3"),
+        (prefill(token_ids=[4] * 65), "65 tokens|max_len"),
+        (step(1, worker_pb2.Row(slot=1, generation=1)), "neither prefill nor decode"),
+        (step(1), "at least one row"),
+        (worker_pb2.RunRequest(configure=configure()), "only steps"),
+        (worker_pb2.RunRequest(), "only steps"),
+    ],
+)
+async def test_command_refused(served: Served, request_: worker_pb2.RunRequest, named: str) -> None:
+    stream, _ = await served.configured()
+    await stream.write(request_)
+    status, message = await failure(stream)
+    assert status == grpc.StatusCode.INVALID_ARGUMENT
+    assert re.search(named, message), message
+    await served.configured()
+
+
+@pytest.mark.parametrize("first", [prefill(), worker_pb2.RunRequest(), None])
+async def test_first_message_must_configure(
+    served: Served, first: worker_pb2.RunRequest | None
+) -> None:
+    stream = served.open_stream()
+    if first is None:
+        await stream.done_writing()
+    else:
+        await stream.write(first)
+    assert (await failure(stream))[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_failed_step_is_aborted(served: Served) -> None:
+    stream, _ = await served.configured()
+
+    def fail(_: StepCommand) -> StepResult:
+        raise StepError("step 1 failed: connection closed by peer")
+
+    served.rank.run = fail  # type: ignore[method-assign]
+    await stream.write(prefill())
+    await stream.write(decode(2))
+    assert await failure(stream) == (
+        grpc.StatusCode.ABORTED,
+        "step 1 failed: connection closed by peer",
+    )
+
+
+async def test_a_step_that_never_ends_is_reported(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    rank, stuck, let_go = Rank(folder, 1), [], threading.Event()
+    address = f"unix:{tmp_path}/w.sock"
+    server, servicer, _ = await start_server(address, rank, stuck.append, release_timeout_s=0.2)
+    async with grpc.aio.insecure_channel(address) as channel:
+        served = Served(rank, folder, channel, stuck, address)
+        stream, _ = await served.configured()
+        running = threading.Event()
+
+        def hang(_: StepCommand) -> StepResult:
+            running.set()
+            let_go.wait(TIMEOUT_S)
+            raise StepError("let go")
+
+        rank.run = hang  # type: ignore[method-assign]
+        await stream.write(prefill())
+        await asyncio.to_thread(running.wait, TIMEOUT_S)
+        stream.cancel()
+
+        async def reported() -> bool:
+            return bool(stuck)
+
+        await eventually(reported)
+        assert "still runs" in stuck[0]
+        let_go.set()
+    await server.stop(grace=0)
+    await servicer.close()
+
+
+async def test_cancel_while_loading(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    import worker.rank
+
+    loading, load = threading.Event(), worker.rank.load_weights
+
+    def endless(*arguments: Any) -> Any:
+        loading.set()
+        *_, progress = arguments
+        while True:
+            progress(1, 2)
+
+    monkeypatch.setattr(worker.rank, "load_weights", endless)
+    stream = served.open_stream()
+    await stream.write(worker_pb2.RunRequest(configure=configure()))
+    await asyncio.to_thread(loading.wait, TIMEOUT_S)
+    stream.cancel()
+    await eventually(lambda: free(served))
+    monkeypatch.setattr(worker.rank, "load_weights", load)
+    await served.configured()
+    assert served.stuck == []
+
+
+async def test_large_and_too_large_messages(served: Served) -> None:
+    """B39: 64 Ki token ids pass the transport; 64 MiB is the limit, on purpose."""
+    stream, _ = await served.configured()
+    await stream.write(prefill(token_ids=[300] * 2_000_000))
+    status, message = await failure(stream)
+    assert status == grpc.StatusCode.INVALID_ARGUMENT
+    assert "2000001 tokens" in message
+    stream, _ = await served.configured()
+    await stream.write(prefill(token_ids=[2**31] * (MAX_MESSAGE_BYTES // 5 + 1)))
+    assert (await failure(stream))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_reflection_lists_the_services(served: Served) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = stub.ServerReflectionInfo(iter([request]))
+    response = await call.read()
+    names = {service.name for service in response.list_services_response.service}
+    assert {"slotwise.worker.v1.Worker", "grpc.health.v1.Health"} <= names
+
+
+async def test_socket_in_use(served: Served) -> None:
+    with pytest.raises(OSError, match="another process serves there"):
+        await start_server(served.address, served.rank, served.stuck.append)
+
+
+async def test_port_in_use(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 1)
+    first, servicer, address = await start_server("127.0.0.1:0", rank, print)
+    assert not address.endswith(":0")
+    with pytest.raises(OSError, match=address):
+        await start_server(address, rank, print)
+    await first.stop(grace=0)
+    await servicer.close()
