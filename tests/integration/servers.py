@@ -98,7 +98,9 @@ def running_server(model: Path | str, *flags: str) -> Iterator[Server]:
     try:
         assert ready.wait(START_TIMEOUT_S), "".join(log)[-4000:]
         assert process.poll() is None, "".join(log)[-4000:]
-        address = next(e["address"] for e in events if e["event"] == "ready")
+        addresses = [e["address"] for e in events if e["event"] == "ready"]
+        assert addresses, "".join(log)[-4000:]
+        address = addresses[0]
         with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             yield Server(process, address, events, log, channel, rpc.InferenceStub(channel))
     finally:

@@ -28,7 +28,7 @@ WAIT_S = 60
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(folder, "qwen3", max_position_embeddings=4096)
+    make_checkpoint(folder, "qwen3", tokenizer=True, max_position_embeddings=4096)
     return folder
 
 
@@ -190,7 +190,7 @@ def test_unknown_folder(tmp_path):
 
 
 def test_truncated_shard(tmp_path):
-    make_checkpoint(tmp_path, "llama")
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1000])
     error = failed_start("--model", str(tmp_path), "--port", "0")
@@ -198,7 +198,7 @@ def test_truncated_shard(tmp_path):
 
 
 def test_unsupported_architecture(tmp_path):
-    make_checkpoint(tmp_path, "llama")
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
     config = tmp_path / "config.json"
     config.write_text(
         config.read_text()

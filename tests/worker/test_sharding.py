@@ -24,7 +24,7 @@ def config(heads: int, kv_heads: int, inter: int = 1536, vocab: int = 49152) -> 
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 9])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 9])
 def test_demo_model(world_size: int) -> None:
     shards = [shard_of(config(9, 3), rank, world_size) for rank in range(world_size)]
     assert [h for s in shards for h in range(s.q_heads.begin, s.q_heads.end)] == list(range(9))
@@ -37,7 +37,7 @@ def test_demo_model(world_size: int) -> None:
             assert shard.kv_heads.begin <= head // 3 < shard.kv_heads.end
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(8, 2, 8), (8, 2, 4), (12, 4, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(8, 2, 8), (8, 2, 4), (12, 4, 2), (12, 4, 3)])
 def test_kv_heads_follow_their_queries(heads: int, kv_heads: int, world_size: int) -> None:
     group = heads // kv_heads
     for rank in range(world_size):
@@ -58,8 +58,8 @@ def test_uneven_vocabulary_and_feed_forward() -> None:
 
 
 def test_refused_with_the_sizes_that_work() -> None:
-    with pytest.raises(SetupError, match=r"9 query heads and 3 KV heads.*2 ranks.*: 1, 3, 9"):
-        shard_of(config(9, 3), 0, 2)
-    assert possible_sizes(config(12, 4)) == [1, 2, 4, 12]
+    with pytest.raises(SetupError, match=r"9 query heads and 3 KV heads.*4 ranks.*: 1, 2, 3, 9"):
+        shard_of(config(9, 3), 0, 4)
+    assert possible_sizes(config(12, 4)) == [1, 2, 3, 4, 12]
     with pytest.raises(SetupError, match="rank 2"):
         shard_of(config(4, 4), 2, 2)
