@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_driver import STEP_NS, Driver, make_request
 
-from scheduler_service.errors import QueueFullError
+from scheduler_service.errors import InvalidArgumentError, QueueFullError
 from scheduler_service.request import FinishReason, RequestState
 from scheduler_service.scheduler import Limits
 from scheduler_service.step import PrefillChunk
@@ -183,7 +183,7 @@ TestSchedulerLife = SchedulerLife.TestCase
 
 
 def simulate(num_requests: int, seed: int) -> Driver:
-    """B42: random lengths, 30 % cancelled, 5 % past their deadline, 1 % with a lost worker."""
+    """B42: random lengths, 30 % cancelled, 5 % late, 2 % invalid, 1 % with a lost worker."""
     rng = random.Random(seed)
     limits = Limits(num_slots=8, max_seq_len=64, max_step_tokens=32, max_queue_len=64)
     d = Driver(limits, vocab_size=VOCAB_SIZE)
@@ -191,6 +191,9 @@ def simulate(num_requests: int, seed: int) -> Driver:
         while len(d.scheduler.queue) >= limits.max_queue_len:
             d.step()
         submit_random(d, rng, f"r{index}")
+        if rng.random() < 0.02:
+            with pytest.raises(InvalidArgumentError):
+                d.submit(make_request(f"invalid{index}", (1,) * 60, max_new_tokens=5))
         if rng.random() < 0.30 and not d.scheduler.is_empty:
             d.cancel(rng.choice(list(d.scheduler.requests)))
         if rng.random() < 0.01:
