@@ -18,16 +18,16 @@ CacheParams cache_params(const char* op, const Cache& k, const Cache& v) {
   if (check_dtype(op, "v_cache", v) != params.dtype) {
     fail(op, "k_cache and v_cache of one type", "two types");
   }
-  check_shape(op, "v_cache", v, {extent(k, 0), extent(k, 1), extent(k, 2), extent(k, 3)});
+  check_shape(op, "v_cache", v, {k.shape(0), k.shape(1), k.shape(2), k.shape(3)});
   check_layout(op, "k_cache", k);
   check_layout(op, "v_cache", v);
   check_apart(op, "k_cache", k, "v_cache", v);
   params.k = k.data();
   params.v = v.data();
-  params.num_slots = extent(k, 0);
-  params.num_positions = extent(k, 1);
-  params.num_kv_heads = extent(k, 2);
-  params.head_dim = extent(k, 3);
+  params.num_slots = k.shape(0);
+  params.num_positions = k.shape(1);
+  params.num_kv_heads = k.shape(2);
+  params.head_dim = k.shape(3);
   params.k_slot_stride = k.stride(0);
   params.k_position_stride = k.stride(1);
   params.k_head_stride = k.stride(2);
@@ -46,7 +46,7 @@ CacheParams cache_params(const char* op, const Cache& k, const Cache& v) {
 template <typename Qkv>
 int64_t query_heads(const char* op, const Qkv& qkv, const CacheParams& cache) {
   check_layout(op, "qkv", qkv);
-  const int64_t width = extent(qkv, 1), heads = width / cache.head_dim - 2 * cache.num_kv_heads;
+  const int64_t width = qkv.shape(1), heads = width / cache.head_dim - 2 * cache.num_kv_heads;
   if (width % cache.head_dim != 0 || heads < 1 || heads % cache.num_kv_heads != 0) {
     fail(op,
          "qkv of (H_q + 2 * " + std::to_string(cache.num_kv_heads) + ") * " +
@@ -72,7 +72,7 @@ AttentionParams attention_params(const char* op, const Matrix& qkv, const Cache&
   AttentionParams params{};
   params.cache = cache_params(op, k_cache, v_cache);
   params.num_q_heads = query_heads(op, qkv, params.cache);
-  check_shape(op, "out", out, {extent(qkv, 0), params.num_q_heads * params.cache.head_dim});
+  check_shape(op, "out", out, {qkv.shape(0), params.num_q_heads * params.cache.head_dim});
   check_layout(op, "out", out);
   check_apart(op, "qkv", qkv, "out", out);
   if (!std::isfinite(scale)) fail(op, "a finite scale", std::to_string(scale));
@@ -103,12 +103,12 @@ void rope_append(CpuOps& ops, const OutMatrix& qkv, const std::optional<Vector>&
     params.k_norm = k_norm->data();
   }
   if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
-  check_shape(op, "cos", cos, {extent(cos, 0), params.cache.head_dim / 2});
-  check_shape(op, "sin", sin, {extent(cos, 0), params.cache.head_dim / 2});
+  check_shape(op, "cos", cos, {cos.shape(0), params.cache.head_dim / 2});
+  check_shape(op, "sin", sin, {cos.shape(0), params.cache.head_dim / 2});
   check_layout(op, "cos", cos);
   check_layout(op, "sin", sin);
-  check_rows(op, slots, positions, extent(qkv, 0), params.cache);
-  check_range(op, "positions", positions, extent(cos, 0));
+  check_rows(op, slots, positions, qkv.shape(0), params.cache);
+  check_range(op, "positions", positions, cos.shape(0));
   params.qkv = qkv.data();
   params.qkv_stride = qkv.stride(0);
   params.eps = eps;
@@ -119,23 +119,23 @@ void rope_append(CpuOps& ops, const OutMatrix& qkv, const std::optional<Vector>&
   params.slots = slots.data();
   params.positions = positions.data();
   nb::gil_scoped_release release;
-  ops.rope_append(params, extent(qkv, 0));
+  ops.rope_append(params, qkv.shape(0));
 }
 
 void decode_attention(CpuOps& ops, const Matrix& qkv, const Cache& k_cache, const Cache& v_cache,
                       const Ints& slots, const Ints& positions, float scale, const OutMatrix& out) {
   const char* op = "decode_attention";
   const AttentionParams params = attention_params(op, qkv, k_cache, v_cache, scale, out);
-  check_rows(op, slots, positions, extent(qkv, 0), params.cache);
+  check_rows(op, slots, positions, qkv.shape(0), params.cache);
   nb::gil_scoped_release release;
-  ops.decode_attention(params, extent(qkv, 0), slots.data(), positions.data());
+  ops.decode_attention(params, qkv.shape(0), slots.data(), positions.data());
 }
 
 void prefill_attention(CpuOps& ops, const Matrix& qkv, const Cache& k_cache, const Cache& v_cache,
                        int64_t slot, int64_t start, float scale, const OutMatrix& out) {
   const char* op = "prefill_attention";
   const AttentionParams params = attention_params(op, qkv, k_cache, v_cache, scale, out);
-  const int64_t rows = extent(qkv, 0), positions = params.cache.num_positions;
+  const int64_t rows = qkv.shape(0), positions = params.cache.num_positions;
   if (slot < 0 || slot >= params.cache.num_slots) {
     fail(op, "slot in [0, " + std::to_string(params.cache.num_slots) + ")", std::to_string(slot));
   }

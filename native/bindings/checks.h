@@ -3,35 +3,26 @@
 // ...".
 #pragma once
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
 #include "slotwise/params.h"
+#include "tensor.h"
 
 namespace slotwise::bindings {
 
-namespace nb = nanobind;
-
-using Vector = nb::ndarray<const float, nb::ndim<1>, nb::device::cpu>;
-using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::device::cpu>;
-using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::device::cpu>;
-using OutInts = nb::ndarray<int32_t, nb::ndim<1>, nb::device::cpu>;
-using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using OutMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
-using AnyMatrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
-using Cache = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
+using Vector = Tensor<const float, 1>;
+using Ints = Tensor<const int32_t, 1>;
+using Longs = Tensor<const int64_t, 1>;
+using OutInts = Tensor<int32_t, 1>;
+using Matrix = Tensor<const float, 2>;
+using OutMatrix = Tensor<float, 2>;
+using AnyMatrix = Tensor<const void, 2>;
+using Cache = Tensor<void, 4>;
 
 [[noreturn]] inline void fail(const char* op, const std::string& expected, const std::string& got) {
   throw std::invalid_argument("[" + std::string(op) + "] expected " + expected + ", got " + got);
-}
-
-template <typename Array>
-int64_t extent(const Array& array, size_t axis) {
-  return static_cast<int64_t>(array.shape(axis));
 }
 
 template <typename Array>
@@ -50,7 +41,7 @@ void check_shape(const char* op, const char* name, const Array& array,
   bool equal = shape.size() == array.ndim();
   size_t axis = 0;
   for (const int64_t wanted : shape) {
-    equal = equal && extent(array, axis) == wanted;
+    equal = equal && array.shape(axis) == wanted;
     expected += (axis ? ", " : "") + std::to_string(wanted);
     ++axis;
   }
@@ -69,7 +60,7 @@ void check_layout(const char* op, const char* name, const Array& array) {
   for (size_t axis = 0; axis < last; ++axis) {
     int64_t inner = 1;
     for (size_t other = axis + 1; other < array.ndim(); ++other) {
-      inner += (extent(array, other) - 1) * array.stride(other);
+      inner += (array.shape(other) - 1) * array.stride(other);
     }
     if (array.shape(axis) > 1 && array.stride(axis) < inner) {
       fail(op,
@@ -99,10 +90,9 @@ void check_apart(const char* op, const char* name_a, const A& a, const char* nam
   const auto end = [&](const auto& array) {
     int64_t last = 0;
     for (size_t axis = 0; axis < array.ndim(); ++axis) {
-      last += (extent(array, axis) - 1) * array.stride(axis);
+      last += (array.shape(axis) - 1) * array.stride(axis);
     }
-    return begin(array) +
-           static_cast<uintptr_t>((last + 1) * static_cast<int64_t>(array.itemsize()));
+    return begin(array) + static_cast<uintptr_t>((last + 1) * array.itemsize());
   };
   if (begin(a) < end(b) && begin(b) < end(a)) {
     fail(op, std::string(name_a) + " and " + name_b + " apart in memory", "overlapping ones");
@@ -110,7 +100,7 @@ void check_apart(const char* op, const char* name_a, const A& a, const char* nam
 }
 
 inline void check_range(const char* op, const char* name, const Ints& values, int64_t limit) {
-  for (int64_t i = 0; i < extent(values, 0); ++i) {
+  for (int64_t i = 0; i < values.shape(0); ++i) {
     const int64_t value = values.data()[i];
     if (value < 0 || value >= limit) {
       fail(op,

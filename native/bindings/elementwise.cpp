@@ -14,7 +14,7 @@ void check_eps(const char* op, float eps) {
 template <typename X>
 NormParams norm_params(const char* op, const X& x, const Vector& weight, float eps,
                        const OutMatrix& out) {
-  const int64_t rows = extent(x, 0), hidden = extent(x, 1);
+  const int64_t rows = x.shape(0), hidden = x.shape(1);
   if (hidden == 0) fail(op, "at least one column", shape_text(x));
   check_layout(op, "x", x);
   check_shape(op, "weight", weight, {hidden});
@@ -36,33 +36,33 @@ NormParams norm_params(const char* op, const X& x, const Vector& weight, float e
 void rms_norm(CpuOps& ops, const Matrix& x, const Vector& weight, float eps, const OutMatrix& out) {
   const NormParams params = norm_params("rms_norm", x, weight, eps, out);
   nb::gil_scoped_release release;
-  ops.rms_norm(params, extent(x, 0));
+  ops.rms_norm(params, x.shape(0));
 }
 
 void add_rms_norm(CpuOps& ops, const OutMatrix& residual, const Matrix& delta, const Vector& weight,
                   float eps, const OutMatrix& out) {
   const char* op = "add_rms_norm";
   NormParams params = norm_params(op, residual, weight, eps, out);
-  check_shape(op, "delta", delta, {extent(residual, 0), extent(residual, 1)});
+  check_shape(op, "delta", delta, {residual.shape(0), residual.shape(1)});
   check_layout(op, "delta", delta);
   check_apart(op, "residual", residual, "out", out);
   params.residual = residual.data();
   params.delta = delta.data();
   params.delta_stride = delta.stride(0);
   nb::gil_scoped_release release;
-  ops.rms_norm(params, extent(residual, 0));
+  ops.rms_norm(params, residual.shape(0));
 }
 
 void silu_mul(CpuOps& ops, const Matrix& gate_up, const OutMatrix& out) {
   const char* op = "silu_mul";
-  check_shape(op, "gate_up", gate_up, {extent(out, 0), 2 * extent(out, 1)});
+  check_shape(op, "gate_up", gate_up, {out.shape(0), 2 * out.shape(1)});
   check_layout(op, "gate_up", gate_up);
   check_layout(op, "out", out);
   check_apart(op, "gate_up", gate_up, "out", out);
-  const SiluParams params{gate_up.data(), gate_up.stride(0), extent(out, 1), out.data(),
+  const SiluParams params{gate_up.data(), gate_up.stride(0), out.shape(1), out.data(),
                           out.stride(0)};
   nb::gil_scoped_release release;
-  ops.silu_mul(params, extent(out, 0));
+  ops.silu_mul(params, out.shape(0));
 }
 
 }  // namespace

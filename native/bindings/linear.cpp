@@ -17,8 +17,8 @@ PackedWeight pack(CpuOps& ops, const AnyMatrix& weight, const std::optional<Vect
   source.dtype = check_dtype(op, "weight", weight);
   check_layout(op, "weight", weight);
   source.weight = weight.data();
-  source.n = extent(weight, 0);
-  source.k = extent(weight, 1);
+  source.n = weight.shape(0);
+  source.k = weight.shape(1);
   source.stride = weight.stride(0);
   if (source.n == 0 || source.k == 0) fail(op, "weight [N, K] of at least 1", shape_text(weight));
   if (bias) {
@@ -32,15 +32,15 @@ PackedWeight pack(CpuOps& ops, const AnyMatrix& weight, const std::optional<Vect
 
 void linear(CpuOps& ops, const Matrix& x, const PackedWeight& weight, const OutMatrix& out) {
   const char* op = "linear";
-  check_shape(op, "x", x, {extent(x, 0), weight.num_cols()});
-  check_shape(op, "out", out, {extent(x, 0), weight.num_rows()});
+  check_shape(op, "x", x, {x.shape(0), weight.num_cols()});
+  check_shape(op, "out", out, {x.shape(0), weight.num_rows()});
   check_layout(op, "x", x);
   check_layout(op, "out", out);
   check_apart(op, "x", x, "out", out);
   LinearParams params{};
   params.x = x.data();
   params.x_stride = x.stride(0);
-  params.num_rows = extent(x, 0);
+  params.num_rows = x.shape(0);
   params.panels = weight.panels();
   params.dtype = weight.dtype();
   params.bias = weight.bias();
@@ -56,9 +56,9 @@ void embed(CpuOps& ops, const Ints& token_ids, const PackedWeight& weight, int64
            const OutMatrix& out) {
   const char* op = "embed";
   check_layout(op, "token_ids", token_ids);
-  check_shape(op, "out", out, {extent(token_ids, 0), weight.num_cols()});
+  check_shape(op, "out", out, {token_ids.shape(0), weight.num_cols()});
   check_layout(op, "out", out);
-  const EmbedParams params{token_ids.data(), extent(token_ids, 0), first_id, out.data(),
+  const EmbedParams params{token_ids.data(), token_ids.shape(0), first_id, out.data(),
                            out.stride(0)};
   nb::gil_scoped_release release;
   ops.embed(weight, params);

@@ -17,7 +17,7 @@ void check_row_array(const char* name, const Array& array, int64_t rows) {
 
 template <typename Array, typename Accept>
 void check_values(const char* name, const Array& array, const char* expected, Accept&& accept) {
-  for (int64_t i = 0; i < extent(array, 0); ++i) {
+  for (int64_t i = 0; i < array.shape(0); ++i) {
     if (accept(array.data()[i])) continue;
     fail("sample", std::string(name) + "[" + std::to_string(i) + "] " + expected,
          std::to_string(array.data()[i]));
@@ -27,7 +27,7 @@ void check_values(const char* name, const Array& array, const char* expected, Ac
 void sample(CpuOps& ops, const Matrix& logits, const Vector& temperature, const Ints& top_k,
             const Vector& top_p, const Vector& min_p, const Longs& seeds, const Ints& positions,
             const OutInts& out) {
-  const int64_t rows = extent(logits, 0), vocab = extent(logits, 1);
+  const int64_t rows = logits.shape(0), vocab = logits.shape(1);
   if (vocab < 1 || vocab > INT32_MAX / 2) {
     fail("sample", "a vocabulary of 1 to 2^30 tokens", std::to_string(vocab));
   }

@@ -7,6 +7,7 @@
 // a row's own position is ever read into its sums.
 #pragma once
 
+#include "kernels/block.h"
 #include "kernels/math.h"
 
 namespace slotwise {
@@ -15,11 +16,14 @@ namespace {
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kTile = static_cast<int>(kTilePositions);
 
-// What the rows of a block hold while a split is read.
+// What a block of rows holds while a split is read; a pair is one row and one query head.
 struct SplitScratch {
+  float* queries;  // [pairs, D]
+  float* acc;      // [pairs, D]
   float* keys;     // [D, 32], one tile of K, transposed
   float* weights;  // [pairs, 32], scores, then exp(score - max)
-  float* sums;     // [pairs, 32]
+  float* sums;     // [pairs, 32], sums of weights, lane by lane
+  float* max;      // [pairs]
 };
 
 inline int64_t num_pairs(const AttentionParams& p, int64_t num_rows) {
@@ -27,116 +31,222 @@ inline int64_t num_pairs(const AttentionParams& p, int64_t num_rows) {
 }
 
 int64_t attention_scratch(const AttentionParams& p, int64_t num_rows) {
-  return kTilePositions * (p.cache.head_dim + 2 * num_pairs(p, num_rows));
+  const int64_t dim = p.cache.head_dim, pairs = num_pairs(p, num_rows);
+  return pairs * (2 * dim + 2 * kTile + 1) + kTile * dim;
 }
 
-inline float to_float(float x) { return x; }
-inline float to_float(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
+inline SplitScratch carve(float* scratch, int64_t pairs, int64_t dim) {
+  SplitScratch s{};
+  s.queries = scratch;
+  s.acc = s.queries + pairs * dim;
+  s.keys = s.acc + pairs * dim;
+  s.weights = s.keys + kTile * dim;
+  s.sums = s.weights + pairs * kTile;
+  s.max = s.sums + pairs * kTile;
+  return s;
+}
 
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourI __attribute__((vector_size(16)));
+
+inline Four load_four(const float* p) {
+  Four r;
+  std::memcpy(&r, p, sizeof(r));
+  return r;
+}
+inline Four load_four(const uint16_t* p) {
+  typedef uint16_t FourH __attribute__((vector_size(8)));
+  typedef uint32_t FourU __attribute__((vector_size(16)));
+  FourH h;
+  std::memcpy(&h, p, sizeof(h));
+  return bits<Four>(__builtin_convertvector(h, FourU) << 16);
+}
+inline float load_one(const float* p) { return *p; }
+inline float load_one(const uint16_t* p) { return bits<float>(static_cast<uint32_t>(*p) << 16); }
+
+// keys[d, j] = k[j, d] for 4 positions from j and 4 columns from d.
+template <typename Cache>
+inline void transpose_four(const Cache* k, int64_t stride, float* keys) {
+  const Four a = load_four(k), b = load_four(k + stride);
+  const Four c = load_four(k + 2 * stride), d = load_four(k + 3 * stride);
+  const FourI low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
+  const Four ab_low = __builtin_shuffle(a, b, low), cd_low = __builtin_shuffle(c, d, low);
+  const Four ab_high = __builtin_shuffle(a, b, high), cd_high = __builtin_shuffle(c, d, high);
+  const Four rows[4] = {
+      __builtin_shuffle(ab_low, cd_low, first), __builtin_shuffle(ab_low, cd_low, second),
+      __builtin_shuffle(ab_high, cd_high, first), __builtin_shuffle(ab_high, cd_high, second)};
+  for (int i = 0; i < 4; ++i) std::memcpy(keys + i * kTile, &rows[i], sizeof(Four));
+}
+
+// keys[d, j] = k[j, d] for j < count, zero for the rest of the tile.
 template <typename Cache>
 inline void transpose_keys(const Cache* k, int64_t stride, int64_t count, int64_t dim,
                            float* keys) {
-  for (int64_t j = 0; j < count; ++j) {
-    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = to_float(k[j * stride + d]);
+  int64_t j = 0;
+  for (; j + 4 <= count; j += 4, k += 4 * stride) {
+    int64_t d = 0;
+    for (; d + 4 <= dim; d += 4) transpose_four(k + d, stride, keys + d * kTile + j);
+    for (; d < dim; ++d) {
+      for (int64_t i = 0; i < 4; ++i) keys[d * kTile + j + i] = load_one(k + i * stride + d);
+    }
   }
-  for (int64_t j = count; j < kTile; ++j) {
-    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = 0.0f;
+  for (; j < kTile; ++j, k += stride) {
+    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = j < count ? load_one(k + d) : 0.0f;
   }
 }
 
-inline void score(const float* q, const float* keys, int64_t dim, float scale, int64_t count,
-                  float* scores) {
-  F low = set1(0.0f), high = set1(0.0f);
-  for (int64_t d = 0; d < dim; ++d) {
-    const F value = set1(q[d]);
-    low = fma(value, load(keys + d * kTile), low);
-    high = fma(value, load(keys + d * kTile + kLanes), high);
+// weights[m, j] = scale * sum over d of queries[m, d] * keys[d, j]
+template <int Rows>
+inline void score(const float* queries, const float* keys, int64_t dim, float scale,
+                  float* weights) {
+  constexpr int kGroups = Rows * kParts <= 4 ? kParts : 1;
+  const NativeF factor = native_set1(scale);
+  for (int group = 0; group < kParts; group += kGroups) {
+    Sums<Rows, kGroups> sums{};
+    multiply<Plain>(queries, dim, dim, keys, kTile, group, sums);
+    for (int m = 0; m < Rows; ++m) {
+      for (int g = 0; g < kGroups; ++g) {
+        float* out = weights + m * kTile + (group + g) * kNative;
+        native_store(out, sums.low[m][g] * factor);
+        native_store(out + 16, sums.high[m][g] * factor);
+      }
+    }
   }
-  store(scores, low * set1(scale));
-  store(scores + kLanes, high * set1(scale));
-  for (int64_t j = count; j < kTile; ++j) scores[j] = kMinusInfinity;
 }
 
-// Scores to weights; moves the state's maximum and rescales its sums.
-inline void soften(float* scores, float* sums, float* state, int64_t dim) {
-  const F low = load(scores), high = load(scores + kLanes);
-  const float old_max = state[0];
+// Turns the scores of `count` positions into weights; moves the pair's maximum and rescales its
+// sums.
+inline void soften(float* weights, int64_t count, int64_t dim, float* sums, float* acc,
+                   float* max) {
+  for (int64_t j = count; j < kTile; ++j) weights[j] = kMinusInfinity;
+  const F low = load(weights), high = load(weights + kLanes);
   const float tile_max = max_lanes(vmax(low, high));
-  const float new_max = tile_max > old_max ? tile_max : old_max;
-  if (new_max > old_max && old_max != kMinusInfinity) {
-    const F factor = vexp(set1(old_max - new_max));
-    store(sums, load(sums) * factor);
-    store(sums + kLanes, load(sums + kLanes) * factor);
-    float* acc = state + 2;
-    float lanes[kLanes];
-    store(lanes, factor);
-    for (int64_t d = 0; d < dim; ++d) acc[d] *= lanes[0];
+  if (tile_max > *max) {
+    if (*max != kMinusInfinity) {
+      float factor[kLanes];
+      store(factor, vexp(set1(*max - tile_max)));
+      for (int64_t i = 0; i < kTile; ++i) sums[i] *= factor[0];
+      for (int64_t d = 0; d < dim; ++d) acc[d] *= factor[0];
+    }
+    *max = tile_max;
   }
-  state[0] = new_max;
-  const F shift = set1(new_max);
+  const F shift = set1(*max);
   const F weights_low = vexp(low - shift), weights_high = vexp(high - shift);
-  store(scores, weights_low);
-  store(scores + kLanes, weights_high);
+  store(weights, weights_low);
+  store(weights + kLanes, weights_high);
   store(sums, load(sums) + weights_low);
   store(sums + kLanes, load(sums + kLanes) + weights_high);
 }
 
-template <typename Cache>
+// acc[m, d] += sum over j < count of weights[m, j] * v[j, d]
+template <int Rows, typename Cache>
 inline void accumulate(const float* weights, const Cache* v, int64_t stride, int64_t count,
                        int64_t dim, float* acc) {
-  for (int64_t d = 0; d < dim; d += kLanes) {
-    const int64_t width = min64(kLanes, dim - d);
-    F sum = load_part(acc + d, width);
-    for (int64_t j = 0; j < count; ++j) {
-      sum = fma(set1(weights[j]), load_part(v + j * stride + d, width), sum);
+  constexpr int kGroups = Rows * kParts <= 4 ? kParts : 1;
+  int64_t d = 0;
+  for (; d + kTile <= dim; d += kTile) {
+    for (int group = 0; group < kParts; group += kGroups) {
+      Sums<Rows, kGroups> sums;
+      for (int m = 0; m < Rows; ++m) {
+        for (int g = 0; g < kGroups; ++g) {
+          const Pair pair = Plain::load(acc + m * dim + d, group + g);
+          sums.low[m][g] = pair.low;
+          sums.high[m][g] = pair.high;
+        }
+      }
+      multiply<Plain>(weights, kTile, count, v + d, stride, group, sums);
+      for (int m = 0; m < Rows; ++m) {
+        for (int g = 0; g < kGroups; ++g) {
+          float* out = acc + m * dim + d + (group + g) * kNative;
+          native_store(out, sums.low[m][g]);
+          native_store(out + 16, sums.high[m][g]);
+        }
+      }
     }
-    store_part(acc + d, sum, width);
   }
+  for (; d < dim; d += kLanes) {  // columns past the last 32
+    const int64_t width = min64(kLanes, dim - d);
+    for (int m = 0; m < Rows; ++m) {
+      F sum = load_part(acc + m * dim + d, width);
+      for (int64_t j = 0; j < count; ++j) {
+        sum = fma(set1(weights[m * kTile + j]), load_part(v + j * stride + d, width), sum);
+      }
+      store_part(acc + m * dim + d, sum, width);
+    }
+  }
+}
+
+// One tile for the pairs from `first_pair`: all that see a position of it.
+template <typename Cache>
+inline void attend_tile(const AttentionParams& p, const RowBlock& block, const SplitScratch& s,
+                        const Cache* k, const Cache* v, int64_t tile) {
+  const CacheParams& cache = p.cache;
+  const int64_t dim = cache.head_dim, group = p.num_q_heads / cache.num_kv_heads;
+  const int64_t last = block.first_position + block.num_rows;
+  const auto seen = [&](int64_t pair) {
+    return min64(kTile, block.first_position + pair / group + 1 - tile);
+  };
+  const int64_t hidden_rows = tile > block.first_position ? tile - block.first_position : 0;
+  const int64_t first_pair = hidden_rows * group;
+  const int64_t pairs = num_pairs(p, block.num_rows) - first_pair;
+  transpose_keys(k + tile * cache.k_position_stride, cache.k_position_stride,
+                 min64(kTile, last - tile), dim, s.keys);
+  for_row_blocks(pairs, [&](int64_t offset, auto rows) {
+    const int64_t pair = first_pair + offset;
+    score<decltype(rows)::value>(s.queries + pair * dim, s.keys, dim, p.scale,
+                                 s.weights + pair * kTile);
+  });
+  for (int64_t pair = first_pair; pair < first_pair + pairs; ++pair) {
+    soften(s.weights + pair * kTile, seen(pair), dim, s.sums + pair * kTile, s.acc + pair * dim,
+           s.max + pair);
+  }
+  const Cache* tile_v = v + tile * cache.v_position_stride;
+  for_row_blocks(pairs, [&](int64_t offset, auto rows) {
+    constexpr int kRows = decltype(rows)::value;
+    const int64_t pair = first_pair + offset;
+    // Together up to what the first pair sees, then each for itself: a row must not touch what lies
+    // past it, not even with weight 0.
+    const int64_t common = seen(pair);
+    accumulate<kRows>(s.weights + pair * kTile, tile_v, cache.v_position_stride, common, dim,
+                      s.acc + pair * dim);
+    for (int64_t other = pair + 1; other < pair + kRows; ++other) {
+      if (seen(other) == common) continue;
+      accumulate<1>(s.weights + other * kTile + common, tile_v + common * cache.v_position_stride,
+                    cache.v_position_stride, seen(other) - common, dim, s.acc + other * dim);
+    }
+  });
 }
 
 template <typename Cache>
 void attention_split_as(const AttentionParams& p, const RowBlock& block, int64_t kv_head,
                         int64_t split, float* states, float* scratch) {
   const CacheParams& cache = p.cache;
-  const int64_t dim = cache.head_dim;
-  const int64_t group = p.num_q_heads / cache.num_kv_heads;
+  const int64_t dim = cache.head_dim, group = p.num_q_heads / cache.num_kv_heads;
   const int64_t pairs = num_pairs(p, block.num_rows);
-  const SplitScratch s{scratch, scratch + kTile * dim, scratch + kTile * (dim + pairs)};
-  const auto state = [&](int64_t pair) {
-    const int64_t head = pair / group * p.num_q_heads + kv_head * group + pair % group;
-    return states + head * attention_state_size(dim);
-  };
+  const SplitScratch s = carve(scratch, pairs, dim);
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    float* init = state(pair);
-    init[0] = kMinusInfinity;
-    for (int64_t i = 1; i < dim + 2; ++i) init[i] = 0.0f;
-    for (int i = 0; i < kTile; ++i) s.sums[pair * kTile + i] = 0.0f;
+    const float* q = p.q + (block.first_row + pair / group) * p.q_stride +
+                     (kv_head * group + pair % group) * dim;
+    std::memcpy(s.queries + pair * dim, q, static_cast<size_t>(dim) * sizeof(float));
+    s.max[pair] = kMinusInfinity;
   }
+  std::memset(s.acc, 0, static_cast<size_t>(pairs * dim) * sizeof(float));
+  std::memset(s.sums, 0, static_cast<size_t>(pairs * kTile) * sizeof(float));
   const Cache* k = static_cast<const Cache*>(cache.k) + block.slot * cache.k_slot_stride +
                    kv_head * cache.k_head_stride;
   const Cache* v = static_cast<const Cache*>(cache.v) + block.slot * cache.v_slot_stride +
                    kv_head * cache.v_head_stride;
-  const int64_t last = block.first_position + block.num_rows;
-  const int64_t end = min64((split + 1) * kSplitPositions, last);
+  const int64_t end = min64((split + 1) * kSplitPositions, block.first_position + block.num_rows);
   for (int64_t tile = split * kSplitPositions; tile < end; tile += kTile) {
-    const Cache* tile_v = v + tile * cache.v_position_stride;
-    transpose_keys(k + tile * cache.k_position_stride, cache.k_position_stride,
-                   min64(kTile, last - tile), dim, s.keys);
-    for (int64_t pair = 0; pair < pairs; ++pair) {
-      const int64_t row = pair / group;
-      const int64_t count = min64(kTile, block.first_position + row + 1 - tile);
-      if (count <= 0) continue;
-      const float* q =
-          p.q + (block.first_row + row) * p.q_stride + (kv_head * group + pair % group) * dim;
-      float* weights = s.weights + pair * kTile;
-      score(q, s.keys, dim, p.scale, count, weights);
-      soften(weights, s.sums + pair * kTile, state(pair), dim);
-      accumulate(weights, tile_v, cache.v_position_stride, count, dim, state(pair) + 2);
-    }
+    attend_tile(p, block, s, k, v, tile);
   }
   for (int64_t pair = 0; pair < pairs; ++pair) {
+    const int64_t head = pair / group * p.num_q_heads + kv_head * group + pair % group;
+    float* state = states + head * attention_state_size(dim);
     const float* sums = s.sums + pair * kTile;
-    state(pair)[1] = sum_lanes(load(sums) + load(sums + kLanes));
+    state[0] = s.max[pair];
+    state[1] = sum_lanes(load(sums) + load(sums + kLanes));
+    std::memcpy(state + 2, s.acc + pair * dim, static_cast<size_t>(dim) * sizeof(float));
   }
 }
 

@@ -264,11 +264,15 @@ inline float sum_lanes(F x) {
   return lane[0];
 }
 inline float max_lanes(F x) {
-  float lane[kLanes];
-  store(lane, x);
-  float best = lane[0];
-  for (int i = 1; i < kLanes; ++i) best = lane[i] > best ? lane[i] : best;
-  return best;
+  NativeF best = x.part[0];
+  for (int i = 1; i < kParts; ++i) best = x.part[i] > best ? x.part[i] : best;
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(best);
+#else
+  float result = best[0];
+  for (int i = 1; i < kNative; ++i) result = best[i] > result ? best[i] : result;
+  return result;
+#endif
 }
 
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
