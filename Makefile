@@ -8,8 +8,9 @@ TESTS ?=
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Touched when the packages, and when the native library and the protos, are as the sources say.
-DEPS := $(VENV)/.deps-installed
+# Touched when torch is there; and when all packages, the native library and the protos are as the
+# sources say.
+TORCH := $(VENV)/.torch
 BUILT := $(VENV)/.built
 
 NATIVE_SOURCES := $(shell find native protos -type f)
@@ -32,16 +33,16 @@ demo: $(BUILT)
 test: $(BUILT)
 	$(BIN)/pytest $(ARGS) $(TESTS)
 
-build protos: $(DEPS)
-	$(BIN)/pip install --no-deps -e .
+build protos: $(TORCH)
+	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
 	@touch $(BUILT)
 
-fmt: $(DEPS)
+fmt: $(BUILT)
 	$(BIN)/ruff check --fix --show-fixes .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CLANG_FORMAT_FILES)
 
-lint: $(DEPS)
+lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
@@ -60,14 +61,13 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch comes first and by its constraint, so that nothing later asks for another build of it.
-$(DEPS): pyproject.toml constraints-dev.txt | $(BIN)/python
+$(TORCH): constraints-dev.txt | $(BIN)/python
 	$(BIN)/pip install -c constraints-dev.txt torch
-	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
-	@touch $(DEPS) $(BUILT)
+	@touch $@
 
-$(BUILT): $(DEPS) $(NATIVE_SOURCES)
-	$(BIN)/pip install --no-deps -e .
-	@touch $(BUILT)
+$(BUILT): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
+	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

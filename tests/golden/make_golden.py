@@ -1,7 +1,7 @@
-"""`make golden`: the golden tokens again, from the oracle. Review the difference; edit none by hand.
+"""`make golden`: the golden tokens again, from the oracle. Review the difference; edit nothing.
 
-Keeps the prompts of smollm2-greedy.json and asks Hugging Face transformers, in float32 on the CPU, for
-the greedy continuation of each.
+Keeps the prompts of smollm2-greedy.json and asks Hugging Face transformers, in float32 on the CPU,
+for the greedy continuation of each.
 """
 
 from __future__ import annotations
