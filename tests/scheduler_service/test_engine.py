@@ -473,6 +473,14 @@ async def test_a_bug_of_ours_ends_requests_internal_and_service_goes_on(tmp_path
         assert rig.engine.load().counters.accepted == 2
 
 
+async def test_a_bug_while_idle_is_not_lost_in_a_callback(tmp_path, monkeypatch):
+    async with running(tmp_path) as rig:
+        monkeypatch.setattr(rig.engine._loop.scheduler, "plan_step", lambda now_ns: 1 // 0)
+        _, end = await read(rig.engine.submit(make_request("a")))
+        assert (end.reason, end.status) == (FinishReason.ERROR, "INTERNAL")
+        await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
+
+
 async def test_a_bug_amid_a_result_leaves_no_stream_without_an_end(tmp_path, monkeypatch):
     async with running(tmp_path) as rig:
         stream = rig.engine.submit(make_request("a", (1, 2), 200))
