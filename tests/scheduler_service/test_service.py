@@ -107,11 +107,11 @@ async def test_a_stop_string_ends_the_request_whatever_happened_meanwhile(
     engine.known = known
     async with await service.begin(call(stop=("bc",)), None) as generation:
         engine.tokens(0, *ids(model, "abcd"))
-        engine.tokens(4, *ids(model, "ef"))
         update = await generation.next()
         assert update.text == "a"
         assert update.token_ids == tuple(ids(model, "abc"))
         assert engine.stopped == [("r", 3)]
+        engine.tokens(4, *ids(model, "ef"))
         engine.finish(FinishReason.STOP if known else FinishReason.LENGTH, 3 if known else 6)
         update = await generation.next()
         assert (update.token_ids, update.text) == ((), "")
