@@ -20,7 +20,7 @@ from checkpoints import make_checkpoint
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker.batch import StepCommand, StepResult
 from worker.config import MAX_MESSAGE_BYTES
-from worker.errors import StepError
+from worker.errors import ProtocolError, StepError
 from worker.rank import Rank
 from worker.server import start_server
 
@@ -218,6 +218,16 @@ async def free(served: Served) -> bool:
     stream = served.open_stream()
     await stream.done_writing()
     return await stream.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_slots_are_dropped_when_the_stream_ends(served: Served) -> None:
+    stream, _ = await served.configured()
+    assert served.rank.executor.epoch == 1
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    await eventually(lambda: free(served))
+    with pytest.raises(ProtocolError, match="not configured"):
+        _ = served.rank.executor
 
 
 async def test_weights_stay_loaded_for_the_same_model(

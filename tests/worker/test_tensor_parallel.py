@@ -64,6 +64,12 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "intermediate_size": 110,
         },
     ),
+    # The demo model's heads: rank 0 holds one KV group, rank 1 two.
+    "llama-tp2-uneven-groups": (
+        "llama",
+        2,
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
     "llama-tp2-mqa": (
         "llama",
         2,
@@ -190,23 +196,24 @@ def test_group_forms_anew_in_the_same_processes(tmp_path: Path) -> None:
 
 def test_sum_is_in_rank_order() -> None:
     address = free_address()
-    values = [torch.tensor([1e8, 1.0]), torch.tensor([-1e8, 1e-8]), torch.tensor([1.0, -1.0])]
-    expected = (values[0] + values[1]) + values[2]
+    values = torch.tensor([[1e8, 1.0], [1.0, 1e-8], [-1e8, -1.0], [3.0, 1e-8]])
+    expected = ((values[0] + values[1]) + values[2]) + values[3]
+    assert not same_bits(expected, ((values[0] + values[1]) + values[3]) + values[2])
 
     def add(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        group = join_group(rank, 3, address, 20.0, lambda: False)
-        group.reserve(2, 2, [Part(0, 1), Part(1, 3), Part(3, 4)])
+        group = join_group(rank, 4, address, 20.0, lambda: False)
+        group.reserve(2, 2, [Part(0, 1), Part(1, 3), Part(3, 4), Part(4, 5)])
         x = values[rank].clone()
         group.all_reduce(x)
-        width = (1, 2, 1)[rank]
+        width = (1, 2, 1, 1)[rank]
         local = torch.arange(2 * width, dtype=torch.float32).view(2, width) + 10 * rank
-        out = torch.empty(2, 4)
+        out = torch.empty(2, 5)
         group.gather_columns(local, out)
         return x, out
 
-    for total, columns in on_ranks(3, add):
+    for total, columns in on_ranks(4, add):
         assert same_bits(total, expected)
-        assert columns.tolist() == [[0, 10, 11, 20], [1, 12, 13, 21]]
+        assert columns.tolist() == [[0, 10, 11, 20, 30], [1, 12, 13, 21, 31]]
 
 
 def test_one_rank_is_a_group() -> None:
