@@ -170,7 +170,8 @@ def main_plan(arguments: list[str]) -> int:
             shard_of(checkpoint.config, rank, parsed.tp),
             limits,
             device.resident_bytes(),
-            device.available_bytes(),
+            # The ranks share this machine.
+            device.available_bytes() // parsed.tp,
         )
         for rank in range(parsed.tp)
     ]

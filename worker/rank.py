@@ -133,6 +133,11 @@ class Rank:
             raise ProtocolError("the rank is not configured")
         return self._executor
 
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether a step may be held up by another rank, perhaps for ever."""
+        return self._group is not None and self._group.world_size > 1
+
     def run(self, command: StepCommand) -> StepResult:
         """Runs one command; see Executor.run."""
         return self.executor.run(command)

@@ -83,6 +83,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         except WorkerError as error:
             _LOG.error("stream ended: %s", error)
             await context.abort(grpc.StatusCode[error.status], str(error))
+        except grpc.aio.BaseError as error:
+            _LOG.info("the scheduler went away: %s", error)
+        except Exception as error:
+            _LOG.exception("stream ended by a bug")
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             ended.set()
             self._serving = False
@@ -152,11 +157,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             return refused
 
     async def _release(self, name: str | None) -> None:
-        """Drops the slots once the thread is free; a step that never ends, ends the process."""
+        """Drops the slots once the thread is free.
+
+        A lone rank's step always ends; one that waits for a lost peer may not, and ends the process.
+        """
         if name is not None:
             await self._health.set(name, _NOT_SERVING)
         released = asyncio.wrap_future(self._thread.submit(self._rank.release))
-        done, _ = await asyncio.wait({released}, timeout=self._release_timeout_s)
+        limit_s = self._release_timeout_s if self._rank.waits_for_peers else None
+        done, _ = await asyncio.wait({released}, timeout=limit_s)
         if not done:
             self._on_stuck(
                 f"a step still runs {self._release_timeout_s:g} s after its stream ended"

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_close
 from transformers import AutoModelForCausalLM
 from worker_driver import Driver, sampling
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from worker.batch import BatchBuffers, PrefillChunk
 
-# docs/tolerances.md, "logits against Hugging Face, float32".
-LOGITS_TOLERANCE = 5e-5
 SEQUENCE_LEN = 40
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {}),
@@ -98,7 +97,7 @@ def test_teacher_forced_logits(checkpoint: Path, reference: Any) -> None:
     with torch.inference_mode():
         theirs = reference(torch.tensor([tokens])).logits[0]
     assert theirs.std() > 0.5, "a nearly uniform reference would hide errors"
-    torch.testing.assert_close(ours, theirs, atol=LOGITS_TOLERANCE, rtol=LOGITS_TOLERANCE)
+    assert_close(ours, theirs, "logits_float32")
 
 
 def test_greedy_tokens(checkpoint: Path, reference: Any) -> None:
@@ -127,5 +126,16 @@ def test_bfloat16_weights_stay_near(tmp_path: Path) -> None:
         driver.run(driver.first_chunk(0, tokens, sampling(60)))
         logits[dtype] = driver.logits_of(0)[len(tokens)]
     assert driver.info.limits.kv_dtype == "bfloat16"
-    # docs/tolerances.md, "logits, bfloat16 cache against float32 cache".
-    torch.testing.assert_close(logits["bfloat16"], logits["float32"], atol=5e-2, rtol=5e-2)
+    assert_close(logits["bfloat16"], logits["float32"], "logits_bfloat16")
+
+
+def test_float16_is_served_as_float32(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "qwen2", dtype="float16")
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = sequence(20)
+    driver = Driver(directory, max_seq_len=64)
+    assert driver.info.limits.weight_dtype == "float32"
+    driver.run(driver.first_chunk(0, tokens, sampling(60)))
+    with torch.inference_mode():
+        theirs = reference(torch.tensor([tokens])).logits[0, -1]
+    assert_close(driver.logits_of(0)[20], theirs, "logits_float32")

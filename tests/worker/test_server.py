@@ -330,7 +330,9 @@ async def test_failed_step_is_aborted(served: Served) -> None:
     )
 
 
-async def test_a_step_that_never_ends_is_reported(tmp_path: Path) -> None:
+async def test_a_step_that_never_ends_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     rank, stuck, let_go = Rank(folder, 1), [], threading.Event()
     address = f"unix:{tmp_path}/w.sock"
@@ -346,6 +348,7 @@ async def test_a_step_that_never_ends_is_reported(tmp_path: Path) -> None:
             raise StepError("let go")
 
         rank.run = hang  # type: ignore[method-assign]
+        monkeypatch.setattr(Rank, "waits_for_peers", True)
         await stream.write(prefill())
         await asyncio.to_thread(running.wait, TIMEOUT_S)
         stream.cancel()
@@ -358,6 +361,24 @@ async def test_a_step_that_never_ends_is_reported(tmp_path: Path) -> None:
         let_go.set()
     await server.stop(grace=0)
     await servicer.close()
+
+
+async def test_a_lone_rank_is_waited_for(served: Served) -> None:
+    stream, _ = await served.configured()
+    assert not served.rank.waits_for_peers
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_bug_is_internal(served: Served) -> None:
+    stream, _ = await served.configured()
+
+    def fail(_: StepCommand) -> StepResult:
+        raise KeyError("slot")
+
+    served.rank.run = fail  # type: ignore[method-assign]
+    await stream.write(prefill())
+    assert await failure(stream) == (grpc.StatusCode.INTERNAL, "KeyError: 'slot'")
 
 
 async def test_cancel_while_loading(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_close
 from worker_driver import Driver, on_ranks, same_bits, sampling
 
 from checkpoints import make_checkpoint
@@ -101,8 +102,7 @@ def test_tokens_equal_one_rank(tmp_path: Path, name: str) -> None:
         for position, row in ranks[0].logits_of(slot).items():
             for driver in ranks[1:]:
                 assert same_bits(driver.logits_of(slot)[position], row)
-            # docs/tolerances.md, "logits, TP against one rank".
-            torch.testing.assert_close(row, single.logits_of(slot)[position], atol=5e-5, rtol=5e-5)
+            assert_close(row, single.logits_of(slot)[position], "logits_tp")
 
 
 def test_each_rank_holds_its_share(tmp_path: Path) -> None:
