@@ -1,6 +1,6 @@
 """The oracle: every operator of the native library in plain torch and numpy, in float64.
 
-Nothing here is fast, and nothing here calls the library. Dimension letters as in `worker/_native.pyi`.
+Nothing here is fast or calls the library. Dimension letters as in `worker/_native.pyi`.
 """
 
 import math

@@ -1,7 +1,10 @@
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "bind.h"
 #include "checks.h"
@@ -12,16 +15,14 @@ using namespace nb::literals;
 
 namespace {
 
-CacheParams cache_params(const char* op, const Cache& k, const Cache& v) {
+CacheParams cache_params(const char* op, const Array& k_array, const Array& v_array) {
+  const Cache k(op, "k_cache", k_array), v(op, "v_cache", v_array);
   CacheParams params{};
-  params.dtype = check_dtype(op, "k_cache", k);
-  if (check_dtype(op, "v_cache", v) != params.dtype) {
-    fail(op, "k_cache and v_cache of one type", "two types");
-  }
+  params.dtype = dtype_of(k);
+  if (dtype_of(v) != params.dtype) fail(op, "k_cache and v_cache of one type", "two types");
   check_shape(op, "v_cache", v, {k.shape(0), k.shape(1), k.shape(2), k.shape(3)});
-  check_layout(op, "k_cache", k);
-  check_layout(op, "v_cache", v);
-  check_apart(op, "k_cache", k, "v_cache", v);
+  if (k.size() > 0 && k.data() == v.data())
+    fail(op, "k_cache apart from v_cache", "one array twice");
   params.k = k.data();
   params.v = v.data();
   params.num_slots = k.shape(0);
@@ -45,7 +46,6 @@ CacheParams cache_params(const char* op, const Cache& k, const Cache& v) {
 // The query heads of qkv [T, (H_q + 2 H_kv) D].
 template <typename Qkv>
 int64_t query_heads(const char* op, const Qkv& qkv, const CacheParams& cache) {
-  check_layout(op, "qkv", qkv);
   const int64_t width = qkv.shape(1), heads = width / cache.head_dim - 2 * cache.num_kv_heads;
   if (width % cache.head_dim != 0 || heads < 1 || heads % cache.num_kv_heads != 0) {
     fail(op,
@@ -61,19 +61,35 @@ void check_rows(const char* op, const Ints& slots, const Ints& positions, int64_
                 const CacheParams& cache) {
   check_shape(op, "slots", slots, {rows});
   check_shape(op, "positions", positions, {rows});
-  check_layout(op, "slots", slots);
-  check_layout(op, "positions", positions);
   check_range(op, "slots", slots, cache.num_slots);
   check_range(op, "positions", positions, cache.num_positions);
 }
 
-AttentionParams attention_params(const char* op, const Matrix& qkv, const Cache& k_cache,
-                                 const Cache& v_cache, float scale, const OutMatrix& out) {
+// No two rows may append to one place.
+void check_places(const char* op, const Ints& slots, const Ints& positions) {
+  using Place = std::tuple<int32_t, int32_t, int64_t>;
+  std::vector<Place> places;
+  for (int64_t row = 0; row < slots.shape(0); ++row) {
+    places.emplace_back(slots.data()[row], positions.data()[row], row);
+  }
+  if (!std::is_sorted(places.begin(), places.end())) std::sort(places.begin(), places.end());
+  for (size_t i = 1; i < places.size(); ++i) {
+    const auto [slot, position, row] = places[i];
+    const auto [other_slot, other_position, other_row] = places[i - 1];
+    if (slot != other_slot || position != other_position) continue;
+    fail(op, "every row at a place of its own",
+         "rows " + std::to_string(other_row) + " and " + std::to_string(row) + " at slot " +
+             std::to_string(slot) + ", position " + std::to_string(position));
+  }
+}
+
+AttentionParams attention_params(const char* op, const Matrix& qkv, const Array& k_cache,
+                                 const Array& v_cache, float scale, const Array& out_array) {
+  const OutMatrix out(op, "out", out_array);
   AttentionParams params{};
   params.cache = cache_params(op, k_cache, v_cache);
   params.num_q_heads = query_heads(op, qkv, params.cache);
   check_shape(op, "out", out, {qkv.shape(0), params.num_q_heads * params.cache.head_dim});
-  check_layout(op, "out", out);
   check_apart(op, "qkv", qkv, "out", out);
   if (!std::isfinite(scale)) fail(op, "a finite scale", std::to_string(scale));
   params.q = qkv.data();
@@ -84,31 +100,37 @@ AttentionParams attention_params(const char* op, const Matrix& qkv, const Cache&
   return params;
 }
 
-void rope_append(CpuOps& ops, const OutMatrix& qkv, const std::optional<Vector>& q_norm,
-                 const std::optional<Vector>& k_norm, float eps, const Matrix& cos,
-                 const Matrix& sin, const Ints& slots, const Ints& positions, const Cache& k_cache,
-                 const Cache& v_cache) {
+void set_head_norms(const char* op, const std::optional<Array>& q_array,
+                    const std::optional<Array>& k_array, RopeParams& params) {
+  if (q_array.has_value() != k_array.has_value()) {
+    fail(op, "both of q_norm and k_norm or none", "one");
+  }
+  if (!q_array) return;
+  const Vector q_norm(op, "q_norm", *q_array), k_norm(op, "k_norm", *k_array);
+  check_shape(op, "q_norm", q_norm, {params.cache.head_dim});
+  check_shape(op, "k_norm", k_norm, {params.cache.head_dim});
+  params.q_norm = q_norm.data();
+  params.k_norm = k_norm.data();
+}
+
+void rope_append(CpuOps& ops, const Array& qkv_array, const std::optional<Array>& q_norm,
+                 const std::optional<Array>& k_norm, float eps, const Array& cos_array,
+                 const Array& sin_array, const Array& slots_array, const Array& positions_array,
+                 const Array& k_cache, const Array& v_cache) {
   const char* op = "rope_append";
+  const OutMatrix qkv(op, "qkv", qkv_array);
+  const Matrix cos(op, "cos", cos_array), sin(op, "sin", sin_array);
+  const Ints slots(op, "slots", slots_array), positions(op, "positions", positions_array);
   RopeParams params{};
   params.cache = cache_params(op, k_cache, v_cache);
   params.num_q_heads = query_heads(op, qkv, params.cache);
-  if (q_norm.has_value() != k_norm.has_value())
-    fail(op, "both of q_norm and k_norm or none", "one");
-  if (q_norm) {
-    check_shape(op, "q_norm", *q_norm, {params.cache.head_dim});
-    check_shape(op, "k_norm", *k_norm, {params.cache.head_dim});
-    check_layout(op, "q_norm", *q_norm);
-    check_layout(op, "k_norm", *k_norm);
-    params.q_norm = q_norm->data();
-    params.k_norm = k_norm->data();
-  }
+  set_head_norms(op, q_norm, k_norm, params);
   if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
   check_shape(op, "cos", cos, {cos.shape(0), params.cache.head_dim / 2});
   check_shape(op, "sin", sin, {cos.shape(0), params.cache.head_dim / 2});
-  check_layout(op, "cos", cos);
-  check_layout(op, "sin", sin);
   check_rows(op, slots, positions, qkv.shape(0), params.cache);
   check_range(op, "positions", positions, cos.shape(0));
+  check_places(op, slots, positions);
   params.qkv = qkv.data();
   params.qkv_stride = qkv.stride(0);
   params.eps = eps;
@@ -122,18 +144,23 @@ void rope_append(CpuOps& ops, const OutMatrix& qkv, const std::optional<Vector>&
   ops.rope_append(params, qkv.shape(0));
 }
 
-void decode_attention(CpuOps& ops, const Matrix& qkv, const Cache& k_cache, const Cache& v_cache,
-                      const Ints& slots, const Ints& positions, float scale, const OutMatrix& out) {
+void decode_attention(CpuOps& ops, const Array& qkv_array, const Array& k_cache,
+                      const Array& v_cache, const Array& slots_array, const Array& positions_array,
+                      float scale, const Array& out) {
   const char* op = "decode_attention";
+  const Matrix qkv(op, "qkv", qkv_array);
+  const Ints slots(op, "slots", slots_array), positions(op, "positions", positions_array);
   const AttentionParams params = attention_params(op, qkv, k_cache, v_cache, scale, out);
   check_rows(op, slots, positions, qkv.shape(0), params.cache);
   nb::gil_scoped_release release;
   ops.decode_attention(params, qkv.shape(0), slots.data(), positions.data());
 }
 
-void prefill_attention(CpuOps& ops, const Matrix& qkv, const Cache& k_cache, const Cache& v_cache,
-                       int64_t slot, int64_t start, float scale, const OutMatrix& out) {
+void prefill_attention(CpuOps& ops, const Array& qkv_array, const Array& k_cache,
+                       const Array& v_cache, int64_t slot, int64_t start, float scale,
+                       const Array& out) {
   const char* op = "prefill_attention";
+  const Matrix qkv(op, "qkv", qkv_array);
   const AttentionParams params = attention_params(op, qkv, k_cache, v_cache, scale, out);
   const int64_t rows = qkv.shape(0), positions = params.cache.num_positions;
   if (slot < 0 || slot >= params.cache.num_slots) {

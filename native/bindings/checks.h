@@ -25,8 +25,8 @@ using Cache = Tensor<void, 4>;
   throw std::invalid_argument("[" + std::string(op) + "] expected " + expected + ", got " + got);
 }
 
-template <typename Array>
-std::string shape_text(const Array& array) {
+template <typename View>
+std::string shape_text(const View& array) {
   std::string text = "[";
   for (size_t axis = 0; axis < array.ndim(); ++axis) {
     text += (axis ? ", " : "") + std::to_string(array.shape(axis));
@@ -34,8 +34,8 @@ std::string shape_text(const Array& array) {
   return text + "]";
 }
 
-template <typename Array>
-void check_shape(const char* op, const char* name, const Array& array,
+template <typename View>
+void check_shape(const char* op, const char* name, const View& array,
                  std::initializer_list<int64_t> shape) {
   std::string expected = "[";
   bool equal = shape.size() == array.ndim();
@@ -46,39 +46,6 @@ void check_shape(const char* op, const char* name, const Array& array,
     ++axis;
   }
   if (!equal) fail(op, std::string(name) + " of shape " + expected + "]", shape_text(array));
-}
-
-// The last dimension must be contiguous; of a matrix that is written, rows must not overlap.
-template <typename Array>
-void check_layout(const char* op, const char* name, const Array& array) {
-  const size_t last = array.ndim() - 1;
-  if (array.size() == 0) return;
-  if (array.shape(last) > 1 && array.stride(last) != 1) {
-    fail(op, std::string(name) + " contiguous in its last dimension",
-         "stride " + std::to_string(array.stride(last)));
-  }
-  for (size_t axis = 0; axis < last; ++axis) {
-    int64_t inner = 1;
-    for (size_t other = axis + 1; other < array.ndim(); ++other) {
-      inner += (array.shape(other) - 1) * array.stride(other);
-    }
-    if (array.shape(axis) > 1 && array.stride(axis) < inner) {
-      fail(op,
-           std::string(name) + " with a stride of at least " + std::to_string(inner) +
-               " in dimension " + std::to_string(axis),
-           std::to_string(array.stride(axis)));
-    }
-  }
-}
-
-template <typename Array>
-DType check_dtype(const char* op, const char* name, const Array& array) {
-  const nb::dlpack::dtype type = array.dtype();
-  if (type == nb::dtype<float>()) return DType::kFloat32;
-  const auto bfloat = static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat);
-  if (type.code == bfloat && type.bits == 16 && type.lanes == 1) return DType::kBFloat16;
-  fail(op, std::string(name) + " of float32 or bfloat16",
-       "type code " + std::to_string(type.code) + " of " + std::to_string(type.bits) + " bits");
 }
 
 template <typename A, typename B>
@@ -97,6 +64,11 @@ void check_apart(const char* op, const char* name_a, const A& a, const char* nam
   if (begin(a) < end(b) && begin(b) < end(a)) {
     fail(op, std::string(name_a) + " and " + name_b + " apart in memory", "overlapping ones");
   }
+}
+
+template <typename View>
+DType dtype_of(const View& array) {
+  return array.is_bfloat16() ? DType::kBFloat16 : DType::kFloat32;
 }
 
 inline void check_range(const char* op, const char* name, const Ints& values, int64_t limit) {

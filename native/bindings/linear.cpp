@@ -11,31 +11,31 @@ using namespace nb::literals;
 
 namespace {
 
-PackedWeight pack(CpuOps& ops, const AnyMatrix& weight, const std::optional<Vector>& bias) {
+PackedWeight pack(CpuOps& ops, const Array& weight_array, const std::optional<Array>& bias_array) {
   const char* op = "pack";
+  const AnyMatrix weight(op, "weight", weight_array);
   PackedWeight::Source source{};
-  source.dtype = check_dtype(op, "weight", weight);
-  check_layout(op, "weight", weight);
   source.weight = weight.data();
+  source.dtype = dtype_of(weight);
   source.n = weight.shape(0);
   source.k = weight.shape(1);
   source.stride = weight.stride(0);
   if (source.n == 0 || source.k == 0) fail(op, "weight [N, K] of at least 1", shape_text(weight));
-  if (bias) {
-    check_shape(op, "bias", *bias, {source.n});
-    source.bias = bias->data();
-    source.bias_stride = bias->stride(0);
+  if (bias_array) {
+    const Vector bias(op, "bias", *bias_array);
+    check_shape(op, "bias", bias, {source.n});
+    source.bias = bias.data();
   }
   nb::gil_scoped_release release;
   return ops.pack(source);
 }
 
-void linear(CpuOps& ops, const Matrix& x, const PackedWeight& weight, const OutMatrix& out) {
+void linear(CpuOps& ops, const Array& x_array, const PackedWeight& weight, const Array& out_array) {
   const char* op = "linear";
+  const Matrix x(op, "x", x_array);
+  const OutMatrix out(op, "out", out_array);
   check_shape(op, "x", x, {x.shape(0), weight.num_cols()});
   check_shape(op, "out", out, {x.shape(0), weight.num_rows()});
-  check_layout(op, "x", x);
-  check_layout(op, "out", out);
   check_apart(op, "x", x, "out", out);
   LinearParams params{};
   params.x = x.data();
@@ -52,12 +52,12 @@ void linear(CpuOps& ops, const Matrix& x, const PackedWeight& weight, const OutM
   ops.linear(params);
 }
 
-void embed(CpuOps& ops, const Ints& token_ids, const PackedWeight& weight, int64_t first_id,
-           const OutMatrix& out) {
+void embed(CpuOps& ops, const Array& ids_array, const PackedWeight& weight, int64_t first_id,
+           const Array& out_array) {
   const char* op = "embed";
-  check_layout(op, "token_ids", token_ids);
+  const Ints token_ids(op, "token_ids", ids_array);
+  const OutMatrix out(op, "out", out_array);
   check_shape(op, "out", out, {token_ids.shape(0), weight.num_cols()});
-  check_layout(op, "out", out);
   const EmbedParams params{token_ids.data(), token_ids.shape(0), first_id, out.data(),
                            out.stride(0)};
   nb::gil_scoped_release release;

@@ -9,14 +9,18 @@ using namespace nb::literals;
 
 namespace {
 
-template <typename Array>
-void check_row_array(const char* name, const Array& array, int64_t rows) {
-  check_shape("sample", name, array, {rows});
-  check_layout("sample", name, array);
+constexpr int64_t kMaxVocab = int64_t{1} << 30;
+
+// A parameter of every row.
+template <typename View>
+View per_row(const char* name, const Array& array, int64_t rows) {
+  const View view("sample", name, array);
+  check_shape("sample", name, view, {rows});
+  return view;
 }
 
-template <typename Array, typename Accept>
-void check_values(const char* name, const Array& array, const char* expected, Accept&& accept) {
+template <typename View, typename Accept>
+void check_values(const char* name, const View& array, const char* expected, Accept&& accept) {
   for (int64_t i = 0; i < array.shape(0); ++i) {
     if (accept(array.data()[i])) continue;
     fail("sample", std::string(name) + "[" + std::to_string(i) + "] " + expected,
@@ -24,21 +28,21 @@ void check_values(const char* name, const Array& array, const char* expected, Ac
   }
 }
 
-void sample(CpuOps& ops, const Matrix& logits, const Vector& temperature, const Ints& top_k,
-            const Vector& top_p, const Vector& min_p, const Longs& seeds, const Ints& positions,
-            const OutInts& out) {
+void sample(CpuOps& ops, const Array& logits_array, const Array& temperature_array,
+            const Array& top_k_array, const Array& top_p_array, const Array& min_p_array,
+            const Array& seeds_array, const Array& positions_array, const Array& out_array) {
+  const Matrix logits("sample", "logits", logits_array);
   const int64_t rows = logits.shape(0), vocab = logits.shape(1);
-  if (vocab < 1 || vocab > INT32_MAX / 2) {
+  if (vocab < 1 || vocab > kMaxVocab) {
     fail("sample", "a vocabulary of 1 to 2^30 tokens", std::to_string(vocab));
   }
-  check_layout("sample", "logits", logits);
-  check_row_array("temperature", temperature, rows);
-  check_row_array("top_k", top_k, rows);
-  check_row_array("top_p", top_p, rows);
-  check_row_array("min_p", min_p, rows);
-  check_row_array("seeds", seeds, rows);
-  check_row_array("positions", positions, rows);
-  check_row_array("out", out, rows);
+  const auto temperature = per_row<Vector>("temperature", temperature_array, rows);
+  const auto top_k = per_row<Ints>("top_k", top_k_array, rows);
+  const auto top_p = per_row<Vector>("top_p", top_p_array, rows);
+  const auto min_p = per_row<Vector>("min_p", min_p_array, rows);
+  const auto seeds = per_row<Longs>("seeds", seeds_array, rows);
+  const auto positions = per_row<Ints>("positions", positions_array, rows);
+  const auto out = per_row<OutInts>("out", out_array, rows);
   const auto in_unit = [](float x) { return x >= 0.0f && x <= 1.0f; };
   check_values("temperature", temperature, "finite and at least 0",
                [](float x) { return x >= 0.0f && std::isfinite(x); });

@@ -1,4 +1,5 @@
-// Arrays as arguments: a borrowed view with rank, element type and device fixed by its C++ type.
+// Arrays as arguments. An operator takes an Array, any array on any device, and turns it into a
+// Tensor of fixed element type and rank: the only way to its elements, and one that checks.
 //
 // Types that offer the C exchange table of DLPack (torch.Tensor does) are read through it, which
 // takes some 50 ns; nb::ndarray goes through the Python method __dlpack__, some 2 us for a torch
@@ -10,41 +11,30 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <string>
 #include <type_traits>
 
 namespace slotwise::bindings {
 
 namespace nb = nanobind;
 
-// Not yet in nanobind: the layout is fixed by dlpack.h, major version 1.
-struct DlpackExchangeTable {
-  uint32_t major_version;
-  uint32_t minor_version;
-  void* previous;
-  void* managed_tensor_allocator;
-  void* managed_tensor_from_py_object;
-  void* managed_tensor_to_py_object;
-  int (*dltensor_from_py_object)(void* object, nb::dlpack::dltensor* out);
-  void* current_work_stream;
+// What was passed; lives as long as the call.
+struct Array {
+  nb::dlpack::dltensor view;
+  bool writable = true;
+  nb::ndarray<nb::ro> owner;  // null where the view is borrowed
 };
 
-// The table of an object's type, or null.
-const DlpackExchangeTable* exchange_table(nb::handle object);
+// Fills array from a Python object; false where it is not an array.
+bool read_array(nb::handle object, uint32_t flags, nb::detail::cleanup_list* cleanup, Array& array);
 
-// Reads the view of an object through its table; false (and no Python error) where that fails.
-bool read_view(const DlpackExchangeTable& table, nb::handle object, nb::dlpack::dltensor& view);
-
-// T const where the operator only reads; void for any element type. Lives as long as the call.
+// T const where the operator only reads; void for float32 or bfloat16. The last dimension is
+// contiguous, and the elements of an array that is written lie apart.
 template <typename T, int Rank>
 class Tensor {
  public:
-  using Element = T;
-  static constexpr int kRank = Rank;
-
-  Tensor() = default;
-  explicit Tensor(const nb::dlpack::dltensor& view) : view_(view) {}
-  Tensor(const nb::dlpack::dltensor& view, nb::ndarray<nb::ro> owner)
-      : view_(view), owner_(std::move(owner)) {}
+  // TypeError for the wrong kind of array, ValueError for a layout that cannot be used.
+  Tensor(const char* op, const char* name, const Array& array);
 
   T* data() const {
     return reinterpret_cast<T*>(static_cast<char*>(view_.data) + view_.byte_offset);
@@ -52,8 +42,8 @@ class Tensor {
   size_t ndim() const { return Rank; }
   int64_t shape(size_t axis) const { return view_.shape[axis]; }
   int64_t stride(size_t axis) const { return view_.strides[axis]; }
-  nb::dlpack::dtype dtype() const { return view_.dtype; }
   int64_t itemsize() const { return view_.dtype.bits / 8; }
+  bool is_bfloat16() const { return view_.dtype.bits == 16; }
   int64_t size() const {
     int64_t size = 1;
     for (size_t axis = 0; axis < ndim(); ++axis) size *= shape(axis);
@@ -62,62 +52,36 @@ class Tensor {
 
  private:
   nb::dlpack::dltensor view_;
-  nb::ndarray<nb::ro> owner_;
 };
+
+// What the constructor asks of an array.
+struct Wanted {
+  nb::dlpack::dtype dtype;
+  bool any_float;  // float32 or bfloat16 instead of dtype
+  bool writable;
+  int rank;
+};
+void check_kind(const char* op, const char* name, const Array& array, const Wanted& wanted);
+void check_layout(const char* op, const char* name, const Array& array, bool written);
+
+template <typename T, int Rank>
+Tensor<T, Rank>::Tensor(const char* op, const char* name, const Array& array) : view_(array.view) {
+  using Scalar = std::conditional_t<std::is_void_v<T>, float, std::remove_const_t<T>>;
+  const bool writable = !std::is_const_v<T>;
+  check_kind(op, name, array, {nb::dtype<Scalar>(), std::is_void_v<T>, writable, Rank});
+  check_layout(op, name, array, writable);
+}
 
 }  // namespace slotwise::bindings
 
 namespace nanobind::detail {
 
-template <typename T>
-constexpr auto element_text() {
-  if constexpr (std::is_void_v<T>) {
-    return const_name("");
-  } else {
-    return const_name(", ") + dtype_name<std::remove_const_t<T>>::name;
-  }
-}
-
-template <typename T, int Rank>
-struct type_caster<slotwise::bindings::Tensor<T, Rank>> {
-  using Target = slotwise::bindings::Tensor<T, Rank>;
-  using Scalar = std::remove_const_t<T>;
-
-  NB_TYPE_CASTER(Target, const_name("array[rank=") + const_name<Rank>() + element_text<T>() +
-                             const_name(", device=cpu]"))
+template <>
+struct type_caster<slotwise::bindings::Array> {
+  NB_TYPE_CASTER(slotwise::bindings::Array, const_name("array"))
 
   bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) noexcept {
-    using slotwise::bindings::exchange_table;
-    dlpack::dltensor view;
-    if (const auto* table = exchange_table(source)) {
-      if (!slotwise::bindings::read_view(*table, source, view) || !accepts(view)) return false;
-      value = Target(view);
-      return true;
-    }
-    using Any = std::conditional_t<std::is_const_v<T>, ndarray<ro>, ndarray<>>;
-    make_caster<Any> caster;
-    if (!caster.from_python(source, flags, cleanup)) return false;
-    const Any array = caster.operator cast_t<Any>();
-    view = {array.data_handle(),
-            {array.device_type(), array.device_id()},
-            static_cast<int32_t>(array.ndim()),
-            array.dtype(),
-            const_cast<int64_t*>(array.shape_ptr()),
-            const_cast<int64_t*>(array.stride_ptr()),
-            0};
-    if (!accepts(view)) return false;
-    value = Target(view, ndarray<ro>(array.handle()));
-    return true;
-  }
-
- private:
-  static bool accepts(const dlpack::dltensor& view) {
-    if (view.device.device_type != device::cpu::value || view.ndim != Rank) return false;
-    if constexpr (std::is_void_v<Scalar>) {
-      return true;
-    } else {
-      return view.dtype == dtype<Scalar>();
-    }
+    return slotwise::bindings::read_array(source, flags, cleanup, value);
   }
 };
 

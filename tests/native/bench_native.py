@@ -1,7 +1,7 @@
-"""Times of the native operators for the shapes of SmolLM2-135M: `python tests/native/bench_native.py`.
+"""Times of the native operators for SmolLM2-135M: `python tests/native/bench_native.py`.
 
-Each figure is the smallest and the middle of several runs, since other programs disturb upwards only.
-Bandwidth counts what must be read from memory once; its share is of the best read of the same run.
+Each figure is the smallest and the middle of several runs: other programs disturb upwards only.
+Bandwidth counts what must be read from memory once; its share is of the best product of the run.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -99,9 +100,7 @@ class Model:
             self.layers, self.keys, self.values, strict=True
         ):
             ops.linear(self.normed, qkv, self.qkv)
-            ops.rope_append(
-                self.qkv, None, None, 0.0, self.cos, self.sin, slots, positions, k, v
-            )
+            ops.rope_append(self.qkv, None, None, 0.0, self.cos, self.sin, slots, positions, k, v)
             if decode:
                 ops.decode_attention(self.qkv, k, v, slots, positions, scale, self.attended)
             else:
@@ -149,7 +148,7 @@ def report_model(model: Model, best: float) -> None:
         slots = torch.arange(rows, dtype=torch.int32)
         for position in (128, 1024):
             positions = torch.full((rows,), position, dtype=torch.int32)
-            timing = measure(lambda s=slots, p=positions: model.decode(s, p))
+            timing = measure(partial(model.decode, slots, positions))
             decode_times.setdefault(position, timing)
             ratio = rows * decode_times[position].least / timing.least
             note = f"{rows / timing.least:.0f} tokens/s, {ratio:.2f} x one row"

@@ -23,7 +23,6 @@ class PackedWeight {
     int64_t k;
     int64_t stride;
     const float* bias;  // [N] or null
-    int64_t bias_stride;
   };
 
   PackedWeight(const Source& source, ThreadPool& pool);

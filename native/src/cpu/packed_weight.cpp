@@ -38,7 +38,7 @@ PackedWeight::PackedWeight(const Source& source, ThreadPool& pool)
   panels_ = AlignedBuffer(static_cast<size_t>(panels * k_ * kPanelWidth * element));
   bias_ = AlignedBuffer(static_cast<size_t>(panels * kPanelWidth) * sizeof(float));
   for (int64_t n = 0; n < panels * kPanelWidth; ++n) {
-    bias_.floats()[n] = source.bias != nullptr && n < n_ ? source.bias[n * source.bias_stride] : 0;
+    bias_.floats()[n] = source.bias != nullptr && n < n_ ? source.bias[n] : 0;
   }
   pool.parallel_for(panels, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t panel = begin; panel < end; ++panel) {
