@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +130,13 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape == right.shape and torch.equal(
         left.contiguous().view(torch.int32), right.contiguous().view(torch.int32)
     )
+
+
+def free_address() -> str:
+    """A local "host:port" that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def on_ranks(world_size: int, work: Callable[[int], T]) -> list[T]:

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_MESSAGE_BYTES = 64 << 20
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
 # A peer that is silent for so long is taken for dead.
 GROUP_TIMEOUT_S = 60.0
 # How long a step may still run after its stream has ended.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def refuse_live_socket(listen: str) -> None:
+    """Raises OSError if a process serves on this Unix socket: gRPC would take its file over."""
+    if not listen.startswith("unix:"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(listen.removeprefix("unix:"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise OSError(f"cannot listen on {listen}: another process serves there")
 
 
 def exit_with_parent(parent_pid: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,21 +19,14 @@ from grpc_reflection.v1alpha import reflection
 
 from slotwise.v1 import inference_pb2
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker import device
 from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand, StepResult
-from worker.config import MAX_MESSAGE_BYTES, RELEASE_TIMEOUT_S
+from worker.config import GRPC_OPTIONS, RELEASE_TIMEOUT_S
 from worker.errors import ProtocolError, WorkerError
 from worker.rank import Rank, RankInfo, RankSetup
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 0.25
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),
-)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -159,7 +151,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def _release(self, name: str | None) -> None:
         """Drops the slots once the thread is free.
 
-        A lone rank's step always ends; one that waits for a lost peer may not, and ends the process.
+        A lone rank's step always ends; one that waits for a lost peer may not: then so does the
+        process.
         """
         if name is not None:
             await self._health.set(name, _NOT_SERVING)
@@ -186,8 +179,8 @@ async def start_server(
 
     Raises OSError when the address is in use or cannot be bound.
     """
-    _refuse_live_socket(listen)
-    server = grpc.aio.server(options=_OPTIONS)
+    device.refuse_live_socket(listen)
+    server = grpc.aio.server(options=GRPC_OPTIONS)
     health = HealthServicer()
     servicer = WorkerServicer(rank, health, on_stuck, release_timeout_s)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
@@ -206,18 +199,6 @@ async def start_server(
     await health.set("", _SERVING)
     bound = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     return server, servicer, bound
-
-
-def _refuse_live_socket(listen: str) -> None:
-    """gRPC takes over a socket file even if another process still serves on it."""
-    if not listen.startswith("unix:"):
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(listen.removeprefix("unix:"))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise OSError(f"cannot listen on {listen}: another process serves there")
 
 
 def _rank_setup(request: object) -> RankSetup:
@@ -305,19 +286,17 @@ def _configured(info: RankInfo) -> worker_pb2.Configured:
 
 
 def _step_result(result: StepResult, with_rows: bool) -> worker_pb2.StepResult:
-    rows = result.rows if with_rows else ()
-    return worker_pb2.StepResult(
+    message = worker_pb2.StepResult(
         epoch=result.epoch,
         step_id=result.step_id,
         digest=result.digest,
-        rows=[
-            worker_pb2.RowResult(
-                slot=row.slot,
-                generation=row.generation,
-                token_ids=row.token_ids,
-                corrupted=row.corrupted,
-            )
-            for row in rows
-        ],
         duration_ns=result.duration_ns,
     )
+    for row in result.rows if with_rows else ():
+        message.rows.add(
+            slot=row.slot,
+            generation=row.generation,
+            token_ids=row.token_ids,
+            corrupted=row.corrupted,
+        )
+    return message

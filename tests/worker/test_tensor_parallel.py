@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tolerances import assert_close
-from worker_driver import Driver, on_ranks, same_bits, sampling
+from worker_driver import Driver, free_address, on_ranks, same_bits, sampling
 
 from checkpoints import make_checkpoint
 from worker.batch import StepResult
@@ -21,12 +20,6 @@ from worker.sharding import Part
 from worker.tensor_parallel import join_group
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 77}
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def drivers(folder: Path, world_size: int, **setup: Any) -> list[Driver]:
