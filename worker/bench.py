@@ -18,7 +18,7 @@ from worker import device
 from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand
 from worker.checkpoint import open_checkpoint
 from worker.executor import Executor
-from worker.memory_plan import plan_memory
+from worker.memory_plan import beside, plan_memory
 from worker.rank import Rank, RankSetup, resolve_limits
 from worker.sharding import shard_of
 
@@ -170,16 +170,17 @@ def main_plan(arguments: list[str]) -> int:
             shard_of(checkpoint.config, rank, parsed.tp),
             limits,
             device.resident_bytes(),
-            # The ranks share this machine.
-            device.available_bytes() // parsed.tp,
+            device.available_bytes(),
         )
         for rank in range(parsed.tp)
     ]
+    needed = sum(plan.needed_bytes for plan in plans)
     report = {
         "model": str(parsed.model),
         "fingerprint": checkpoint.fingerprint,
         "world_size": parsed.tp,
-        "ranks": [plan.as_dict() for plan in plans],
+        # Taken to be on this machine, all of them.
+        "ranks": [beside(plan, needed - plan.needed_bytes).as_dict() for plan in plans],
     }
     print(json.dumps(report, indent=2))
     return 0

@@ -14,8 +14,8 @@ GRPC_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
 )
-# A peer that is silent for so long is taken for dead.
-GROUP_TIMEOUT_S = 60.0
+# How long a rank waits for its peers: to come, and to load. One that dies is noticed at once.
+GROUP_TIMEOUT_S = 300.0
 # How long a step may still run after its stream has ended.
 RELEASE_TIMEOUT_S = 10.0
 

@@ -30,7 +30,7 @@ class ProtocolError(WorkerError):
 
 
 class StepError(WorkerError):
-    """A step failed after it began; the ranks' states are no longer known to agree."""
+    """A step or collective failed on the way; the ranks are no longer known to agree."""
 
     status = "ABORTED"
 

@@ -23,7 +23,7 @@ from worker.batch import (
     StepResult,
 )
 from worker.decoder import Decoder
-from worker.errors import ProtocolError, StepError, WorkerError
+from worker.errors import ProtocolError, StepError
 from worker.sampler import Sampler
 from worker.slots import SlotRecord, check_command
 
@@ -62,7 +62,7 @@ class Executor:
         try:
             self._check(command)
             outputs, digest = self._run(command)
-        except WorkerError:
+        except ProtocolError:
             self._failed = True
             raise
         except Exception as error:

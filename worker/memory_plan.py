@@ -118,6 +118,11 @@ def largest_fitting(plan: MemoryPlan) -> list[tuple[int, int]]:
     return list(dict.fromkeys(pair for pair in pairs if pair[0] and pair[1]))
 
 
+def beside(plan: MemoryPlan, others_bytes: int) -> MemoryPlan:
+    """The plan of a rank whose machine must also hold `others_bytes` of other ranks."""
+    return replace(plan, available_bytes=max(0, plan.available_bytes - others_bytes))
+
+
 def without_weights(plan: MemoryPlan) -> MemoryPlan:
     """The plan of a rank that has the weights already: they are part of its baseline."""
     return replace(

@@ -18,6 +18,7 @@ from worker.memory_plan import (
     DTYPE_BYTES,
     MemoryPlan,
     ServingLimits,
+    beside,
     check_fits,
     plan_memory,
     without_weights,
@@ -99,13 +100,14 @@ class Rank:
         if self._loaded is not None and self._loaded.key != key:
             self._loaded = None
             device.release_free_memory()
-        plan = self._plan(checkpoint, shard, limits)
-        check_fits(plan)
-        weights = self._weights(checkpoint, shard, limits, key, progress, cancelled)
+        check_fits(self._plan(checkpoint, shard, limits))
         progress("joining the group", 0, 0)
         self._group = join_group(
             setup.rank, setup.world_size, setup.rendezvous_address, GROUP_TIMEOUT_S, cancelled
         )
+        plan = self._share(self._plan(checkpoint, shard, limits), self._group)
+        check_fits(plan)
+        weights = self._weights(checkpoint, shard, limits, key, progress, cancelled)
         progress("allocating slots", 0, plan.kv_bytes)
         decoder = Decoder(checkpoint.config, shard, limits, weights, self._ops, self._group)
         progress("self-test", 0, 0)
@@ -155,6 +157,12 @@ class Rank:
             checkpoint.config, shard, limits, device.resident_bytes(), device.available_bytes()
         )
         return plan if self._loaded is None else without_weights(plan)
+
+    def _share(self, plan: MemoryPlan, group: TensorParallelGroup) -> MemoryPlan:
+        """The plan beside the other ranks of this machine; none of them has begun to allocate."""
+        own = plan.needed_bytes - (plan.weight_bytes if self._loaded is not None else 0)
+        others_mib = group.total(own / (1 << 20)) - own / (1 << 20)
+        return beside(plan, int(others_mib * (1 << 20))) if group.same_machine else plan
 
     def _weights(
         self,

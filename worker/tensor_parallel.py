@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from worker.errors import SetupCancelledError, SetupError
+from worker.errors import SetupCancelledError, SetupError, StepError
 from worker.sharding import Part
 
 _POLL = timedelta(milliseconds=500)
@@ -26,9 +26,10 @@ _POLL = timedelta(milliseconds=500)
 class TensorParallelGroup:
     """The collectives of a rank; `reserve` allocates their memory once."""
 
-    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+    def __init__(self, rank: int, world_size: int, backend: Any, same_machine: bool) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.same_machine = same_machine
         self._backend = backend
         self._sums = torch.empty(0)
         self._gathered = torch.empty(0)
@@ -45,6 +46,13 @@ class TensorParallelGroup:
         self._sums = torch.zeros(self.world_size * max_elements)
         self._gathered = torch.zeros(self.world_size * max_rows * self._widest)
         self._own = torch.zeros(max_rows * self._widest)
+
+    def total(self, value: float) -> float:
+        """The sum of every rank's `value`, in float32."""
+        parts = torch.full((self.world_size,), value)
+        if self.world_size > 1:
+            self._gather(parts, torch.tensor([value]))
+        return float(parts.sum())
 
     def all_reduce(self, x: Tensor) -> None:
         """x (float32, contiguous) becomes the sum of all ranks' x, added in rank order."""
@@ -77,8 +85,11 @@ class TensorParallelGroup:
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         if self._backend is None:
-            raise RuntimeError("the group was left")
-        self._backend._allgather_base(out, x).wait()
+            raise StepError("the group was left")
+        try:
+            self._backend._allgather_base(out, x).wait()
+        except RuntimeError as error:
+            raise StepError(f"rank {self.rank} lost its group: {error}") from error
 
 
 def join_group(
@@ -94,19 +105,20 @@ def join_group(
     that did not come, SetupCancelledError once `cancelled()`.
     """
     if world_size == 1:
-        return TensorParallelGroup(rank, world_size, None)
+        return TensorParallelGroup(rank, world_size, None, same_machine=True)
     host, port = _split_address(rendezvous_address)
     deadline = time.monotonic() + timeout_s
     store = _open_store(host, port, rank, deadline, cancelled)
     _meet(store, rank, world_size, deadline, cancelled)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(host, port))]
+    own_address = _local_address(host, port)
+    options._devices = [ProcessGroupGloo.create_device(hostname=str(own_address))]
     options._timeout = timedelta(seconds=timeout_s)
     try:
         backend: Any = ProcessGroupGloo(store, rank, world_size, options)
     except RuntimeError as error:
         raise SetupError(f"rank {rank} cannot join its group: {error}") from error
-    return TensorParallelGroup(rank, world_size, backend)
+    return TensorParallelGroup(rank, world_size, backend, own_address.is_loopback)
 
 
 def _open_store(
@@ -155,9 +167,9 @@ def _split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _local_address(host: str, port: int) -> str:
+def _local_address(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """This machine's address on the way to the rendezvous: where peers can reach it."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
-        return str(ipaddress.ip_address(probe.getsockname()[0]))
+        return ipaddress.ip_address(probe.getsockname()[0])

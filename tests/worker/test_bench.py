@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from checkpoints import make_checkpoint
@@ -58,6 +59,8 @@ def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["kv_bytes_per_position"] for rank in report["ranks"]] == [64, 64]
     assert report["ranks"][0]["kv_bytes"] == 3 * 640 * 64
     assert report["ranks"][0]["largest_fitting"] == [[3, 640]]
+    left, right = report["ranks"]
+    assert left["available_bytes"] + right["needed_bytes"] < psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from tolerances import assert_close
 from worker_driver import Driver, free_address, on_ranks, same_bits, sampling
 
 from checkpoints import make_checkpoint
+from worker import device
 from worker.batch import StepResult
-from worker.errors import SetupCancelledError, SetupError, StepError
+from worker.errors import MemoryPlanError, SetupCancelledError, SetupError, StepError
 from worker.sharding import Part
 from worker.tensor_parallel import join_group
 
@@ -105,6 +106,18 @@ def test_each_rank_holds_its_share(tmp_path: Path) -> None:
     assert sum(plan.kv_bytes for plan in parts) == whole.kv_bytes
     replicated = parts[0].weight_bytes + parts[1].weight_bytes - whole.weight_bytes
     assert replicated < 0.05 * whole.weight_bytes
+
+
+def test_ranks_of_one_machine_share_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2")
+    needed = drivers(folder, 2)[0].info.plan.needed_bytes
+    monkeypatch.setattr(device, "available_bytes", lambda: int(needed * 1.9))
+    with pytest.raises(MemoryPlanError, match="4 slots x 640"):
+        drivers(folder, 2)
+    monkeypatch.setattr(device, "available_bytes", lambda: int(needed * 2.1))
+    drivers(folder, 2)
 
 
 def test_company_changes_no_bit_at_tp2(tmp_path: Path) -> None:
