@@ -14,21 +14,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-STDLIB_ONLY = {"errors", "request", "request_queue", "slots", "step", "scheduler"}
+STDLIB_ONLY = {
+    "errors",
+    "integrity",
+    "limits",
+    "request",
+    "request_queue",
+    "scheduler",
+    "seat",
+    "slots",
+    "step",
+    "step_plan",
+}
 PROTO_BORDER = {
-    "scheduler_service": {"server", "messages", "worker_pool"},
+    "scheduler_service": {"server", "listener", "messages", "worker_link", "worker_messages"},
     "worker": {"server"},
 }
-NATIVE_USERS = {
-    "attention",
-    "layers",
-    "weights",
-    "sampler",
-    "device",
-    "decoder",
-    "executor",
-    "self_test",
-}
+NATIVE_USERS = {"attention", "decoder", "device", "sampler", "self_test", "weights"}
 
 
 def imported_modules(path: Path) -> set[str]:

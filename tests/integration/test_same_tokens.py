@@ -53,6 +53,7 @@ def test_the_answers_differ_from_each_other(alone):
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_in_company(demo_server, alone, count):
+    """B19 (seeds), B20 (greedy): neighbours join and leave, each prompt sits in other slots."""
     order = list(range(len(PROMPTS)))
     for first in range(0, len(order), count):
         group = order[first : first + count][::-1]

@@ -37,7 +37,9 @@ def test_demo_model(world_size: int) -> None:
             assert shard.kv_heads.begin <= head // 3 < shard.kv_heads.end
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(8, 2, 8), (8, 2, 4), (12, 4, 2), (12, 4, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world_size"), [(8, 2, 8), (8, 2, 4), (12, 4, 2), (12, 4, 3)]
+)
 def test_kv_heads_follow_their_queries(heads: int, kv_heads: int, world_size: int) -> None:
     group = heads // kv_heads
     for rank in range(world_size):
