@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -206,12 +207,12 @@ def result_message(result: StepResult, with_rows: bool) -> pb.StepResult:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
-    parser.add_argument("--ignore-sigterm", action="store_true")
     args = parser.parse_args()
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    on_term = (lambda: None) if args.ignore_sigterm else ended.set
-    loop.add_signal_handler(signal.SIGTERM, on_term)
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    # The supervisor holds standard input open for as long as it lives.
+    loop.add_reader(sys.stdin, ended.set)
     server = FakeWorkerServer(args.listen)
     await server.start()
     print("fake worker listens", flush=True)

@@ -159,7 +159,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "d"):
             return
-        self.d.run()
+        self.d.run(max_steps=2000)
         assert all(told.end is not None for told in self.d.told.values())
         check_told(self.d)
         counters = self.d.scheduler.counters
@@ -177,6 +177,7 @@ SchedulerLife.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestSchedulerLife = SchedulerLife.TestCase
