@@ -1,7 +1,9 @@
 """`slotwise serve`: start the scheduler, show its progress, say when it is ready, end with it."""
 
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,16 +140,36 @@ def _announce(ready: Event, seconds: float, output: Output) -> None:
 
 @contextmanager
 def _forwarding_signals(server: ServerProcess) -> Iterator[None]:
-    def forward(signum: int, frame: FrameType | None) -> None:
-        server.send_signal(signum)
+    """Pass SIGTERM and SIGINT on to the child, whatever this process is doing.
 
+    A Python handler may wait for the main thread to wake up from a lock; the byte that the
+    interpreter writes on arrival does not.
+    """
+    arrivals, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def forward() -> None:
+        while number := arrivals.recv(1):
+            server.send_signal(number[0])
+
+    forwarder = threading.Thread(target=forward, daemon=True)
+    forwarder.start()
+    before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signals = (signal.SIGTERM, signal.SIGINT)
-    before = {signum: signal.signal(signum, forward) for signum in signals}
+    before = {signum: signal.signal(signum, _nothing) for signum in signals}
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+        signal.set_wakeup_fd(before_fd)
+        writer.close()
+        forwarder.join()
+        arrivals.close()
+
+
+def _nothing(signum: int, frame: FrameType | None) -> None:
+    """In place of the default action; the wake-up byte has told already."""
 
 
 def _log_to_stderr(line: str) -> None:

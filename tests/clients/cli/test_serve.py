@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from checkpoints import make_checkpoint
-from slotwise_cli.serve import server_flags
+from slotwise_cli.serve import _forwarding_signals, server_flags
 
 TIMEOUT_S = 120
 
@@ -91,6 +92,27 @@ def test_no_such_folder(slotwise):
     done = slotwise("serve", "/no/such/model")
     assert (done.code, done.out) == (1, "")
     assert done.err == "error: no folder '/no/such/model'; give a checkpoint folder, or `demo`\n"
+
+
+def test_a_signal_is_passed_on_although_the_main_thread_sleeps():
+    passed = threading.Event()
+
+    class Child:
+        def send_signal(self, number: int) -> None:
+            if number == signal.SIGTERM:
+                passed.set()
+
+    release = threading.Event()
+    other = threading.Thread(target=release.wait)
+    other.start()
+    with _forwarding_signals(Child()):
+        # Taken by another thread, the signal does not wake this one from its lock.
+        sender = threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM))
+        sender.start()
+        assert passed.wait(TIMEOUT_S)
+    release.set()
+    other.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_flags_are_sent_only_when_set():
