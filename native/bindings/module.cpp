@@ -26,6 +26,8 @@ void make_cpu_ops(slotwise::CpuOps* self, int num_threads, const std::string& is
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // What lives until the interpreter ends, as a server's weights do, is no leak.
+  nb::set_leak_warnings(false);
   m.doc() = "Operators of a decoder over a slot cache; see _native.pyi.";
   m.def("cuda_available", &slotwise::cuda_available);
   m.def("cuda_device_count", &slotwise::cuda_device_count);

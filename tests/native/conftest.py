@@ -1,7 +1,27 @@
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from worker import _native
+
+def use_build(folder: Path) -> None:
+    """Puts the library built in `folder` in the place of the installed one."""
+    (library,) = folder.glob("_native.*.so")
+    spec = importlib.util.spec_from_file_location("worker._native", library)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["worker._native"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["worker._native"])
+
+
+# A build with sanitizers, see docs/native.md.
+if "SLOTWISE_NATIVE" in os.environ:
+    use_build(Path(os.environ["SLOTWISE_NATIVE"]))
+
+from worker import _native  # noqa: E402
 
 
 def runnable_isas() -> list[str]:

@@ -9,12 +9,12 @@
 
 #include "kernels/block.h"
 #include "kernels/math.h"
+#include "kernels/transpose.h"
 
 namespace slotwise {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int kTile = static_cast<int>(kTilePositions);
 
 // What a block of rows holds while a split is read; a pair is one row and one query head.
 struct SplitScratch {
@@ -44,55 +44,6 @@ inline SplitScratch carve(float* scratch, int64_t pairs, int64_t dim) {
   s.sums = s.weights + pairs * kTile;
   s.max = s.sums + pairs * kTile;
   return s;
-}
-
-typedef float Four __attribute__((vector_size(16)));
-typedef int32_t FourI __attribute__((vector_size(16)));
-
-inline Four load_four(const float* p) {
-  Four r;
-  std::memcpy(&r, p, sizeof(r));
-  return r;
-}
-inline Four load_four(const uint16_t* p) {
-  typedef uint16_t FourH __attribute__((vector_size(8)));
-  typedef uint32_t FourU __attribute__((vector_size(16)));
-  FourH h;
-  std::memcpy(&h, p, sizeof(h));
-  return bits<Four>(__builtin_convertvector(h, FourU) << 16);
-}
-inline float load_one(const float* p) { return *p; }
-inline float load_one(const uint16_t* p) { return bits<float>(static_cast<uint32_t>(*p) << 16); }
-
-// keys[d, j] = k[j, d] for 4 positions from j and 4 columns from d.
-template <typename Cache>
-inline void transpose_four(const Cache* k, int64_t stride, float* keys) {
-  const Four a = load_four(k), b = load_four(k + stride);
-  const Four c = load_four(k + 2 * stride), d = load_four(k + 3 * stride);
-  const FourI low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
-  const Four ab_low = __builtin_shuffle(a, b, low), cd_low = __builtin_shuffle(c, d, low);
-  const Four ab_high = __builtin_shuffle(a, b, high), cd_high = __builtin_shuffle(c, d, high);
-  const Four rows[4] = {
-      __builtin_shuffle(ab_low, cd_low, first), __builtin_shuffle(ab_low, cd_low, second),
-      __builtin_shuffle(ab_high, cd_high, first), __builtin_shuffle(ab_high, cd_high, second)};
-  for (int i = 0; i < 4; ++i) std::memcpy(keys + i * kTile, &rows[i], sizeof(Four));
-}
-
-// keys[d, j] = k[j, d] for j < count, zero for the rest of the tile.
-template <typename Cache>
-inline void transpose_keys(const Cache* k, int64_t stride, int64_t count, int64_t dim,
-                           float* keys) {
-  int64_t j = 0;
-  for (; j + 4 <= count; j += 4, k += 4 * stride) {
-    int64_t d = 0;
-    for (; d + 4 <= dim; d += 4) transpose_four(k + d, stride, keys + d * kTile + j);
-    for (; d < dim; ++d) {
-      for (int64_t i = 0; i < 4; ++i) keys[d * kTile + j + i] = load_one(k + i * stride + d);
-    }
-  }
-  for (; j < kTile; ++j, k += stride) {
-    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = j < count ? load_one(k + d) : 0.0f;
-  }
 }
 
 // weights[m, j] = scale * sum over d of queries[m, d] * keys[d, j]

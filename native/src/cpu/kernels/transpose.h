@@ -1,0 +1,100 @@
+// A tile of K from rows of positions to rows of columns, widened to float32.
+#pragma once
+
+#include "kernels/vec.h"
+
+namespace slotwise {
+namespace {
+
+constexpr int kTile = static_cast<int>(kTilePositions);
+
+// A square of words of 32 bits is turned in registers: a word is one float32 or two bfloat16.
+#if defined(__AVX2__)
+constexpr int kSquare = 8;
+#else
+constexpr int kSquare = 4;
+#endif
+typedef uint32_t Words __attribute__((vector_size(kSquare * 4)));
+
+inline void transpose_square(Words (&w)[kSquare]) {
+#if defined(__AVX2__)
+  typedef int32_t Index __attribute__((vector_size(32)));
+  const Index low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
+  const Index first = {0, 1, 8, 9, 4, 5, 12, 13}, second = {2, 3, 10, 11, 6, 7, 14, 15};
+  const Index left = {0, 1, 2, 3, 8, 9, 10, 11}, right = {4, 5, 6, 7, 12, 13, 14, 15};
+  Words pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = __builtin_shuffle(w[i], w[i + 1], low);
+    pairs[i + 1] = __builtin_shuffle(w[i], w[i + 1], high);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = __builtin_shuffle(pairs[i + j], pairs[i + 2 + j], first);
+      fours[i + 2 * j + 1] = __builtin_shuffle(pairs[i + j], pairs[i + 2 + j], second);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    w[i] = __builtin_shuffle(fours[i], fours[i + 4], left);
+    w[i + 4] = __builtin_shuffle(fours[i], fours[i + 4], right);
+  }
+#else
+  const Words low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
+  const Words ab_low = __builtin_shuffle(w[0], w[1], low);
+  const Words cd_low = __builtin_shuffle(w[2], w[3], low);
+  const Words ab_high = __builtin_shuffle(w[0], w[1], high);
+  const Words cd_high = __builtin_shuffle(w[2], w[3], high);
+  w[0] = __builtin_shuffle(ab_low, cd_low, first);
+  w[1] = __builtin_shuffle(ab_low, cd_low, second);
+  w[2] = __builtin_shuffle(ab_high, cd_high, first);
+  w[3] = __builtin_shuffle(ab_high, cd_high, second);
+#endif
+}
+
+// A row of words is one row of keys in float32, and two in bfloat16.
+constexpr int columns_per_word(const float*) { return 1; }
+constexpr int columns_per_word(const uint16_t*) { return 2; }
+inline void store_words(const float*, Words words, float* keys) {
+  std::memcpy(keys, &words, sizeof(words));
+}
+inline void store_words(const uint16_t*, Words words, float* keys) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  const Words even = words << 16, odd = words & 0xffff0000u;
+#else
+  const Words even = words & 0xffff0000u, odd = words << 16;
+#endif
+  std::memcpy(keys, &even, sizeof(even));
+  std::memcpy(keys + kTile, &odd, sizeof(odd));
+}
+
+inline float widen(float x) { return x; }
+inline float widen(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
+
+// keys[d, j] = k[j, d] for j < count, zero for the rest of the tile's 32 positions.
+template <typename Cache>
+inline void transpose_keys(const Cache* k, int64_t stride, int64_t count, int64_t dim,
+                           float* keys) {
+  constexpr int kColumns = kSquare * columns_per_word(static_cast<const Cache*>(nullptr));
+  int64_t j = 0;
+  for (; j + kSquare <= count; j += kSquare, k += kSquare * stride) {
+    int64_t d = 0;
+    for (; d + kColumns <= dim; d += kColumns) {
+      Words square[kSquare];
+      for (int i = 0; i < kSquare; ++i) {
+        std::memcpy(&square[i], k + i * stride + d, sizeof(Words));
+      }
+      transpose_square(square);
+      for (int i = 0; i < kSquare; ++i) {
+        store_words(k, square[i], keys + (d + i * (kColumns / kSquare)) * kTile + j);
+      }
+    }
+    for (; d < dim; ++d) {
+      for (int64_t i = 0; i < kSquare; ++i) keys[d * kTile + j + i] = widen(k[i * stride + d]);
+    }
+  }
+  for (; j < kTile; ++j, k += stride) {
+    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = j < count ? widen(k[d]) : 0.0f;
+  }
+}
+
+}  // namespace
+}  // namespace slotwise
