@@ -24,8 +24,14 @@ LogitScan scan_logits(const float* logits, int64_t vocab) {
 
 void scale_logits(const float* logits, int64_t vocab, float max, float temperature, float* scaled,
                   float* weights) {
-  for (int64_t i = 0; i < vocab; i += kLanes) {
-    const int64_t count = min64(kLanes, vocab - i);
+  int64_t i = 0;
+  for (; i + kLanes <= vocab; i += kLanes) {
+    const F z = (load(logits + i) - set1(max)) / set1(temperature);
+    store(scaled + i, z);
+    store(weights + i, vexp(z));
+  }
+  if (i < vocab) {
+    const int64_t count = vocab - i;
     const F z = (load_part(logits + i, count) - set1(max)) / set1(temperature);
     store_part(scaled + i, z, count);
     store_part(weights + i, vexp(z), count);
@@ -64,41 +70,66 @@ inline F gumbel(I word) {
   return set1(0.0f) - vlog(exponential);
 }
 
+// No noise is larger: the smallest v is 2^-33, whose noise is 22.9.
+constexpr float kMaxGumbel = 23.5f;
+
+// The best so far in each lane.
+struct Best {
+  F value;
+  I id;
+};
+
+// The largest of 64 scaled logits, NaN-free, those past the vocabulary left out.
+inline float block_max(const float* scaled, int64_t count) {
+  F best = set1(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) best = vmax(best, load(scaled + i));
+  float result = max_lanes(best);
+  for (; i < count; ++i) result = scaled[i] > result ? scaled[i] : result;
+  return result;
+}
+
+// Adds noise to up to 64 tokens from id `first` and keeps the best that lie within the cutoff.
 // Token id i uses word (i / 16) % 4 of counter i / 64 * 16 + i % 16.
+inline void draw_block(const float* scaled, int64_t first, int64_t vocab, Cutoff cutoff,
+                       uint64_t seed, uint32_t position, Best& best) {
+  const int32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const I lane = iload(lanes), end = iset1(static_cast<int32_t>(vocab));
+  const F bound = set1(cutoff.scaled), minus_infinity = set1(-__builtin_inff());
+  const I ties_end = iset1(static_cast<int32_t>(cutoff.last_tie + 1));
+  const Random random = philox(iset1(static_cast<int32_t>(first / 4)) + lane, position, seed);
+  for (int part = 0; part < 4 && first + part * kLanes < vocab; ++part) {
+    const int64_t at = first + part * kLanes;
+    const I id = iset1(static_cast<int32_t>(at)) + lane;
+    const F z = load_part(scaled + at, min64(kLanes, vocab - at));
+    const I kept = (less(bound, z) | (equal(bound, z) & iless(id, ties_end))) & iless(id, end);
+    const F noisy = select(kept, z + gumbel(random.word[part]), minus_infinity);
+    const I better = less(best.value, noisy);
+    best.value = select(better, noisy, best.value);
+    best.id = iselect(better, id, best.id);
+  }
+}
+
 int64_t gumbel_argmax(const float* scaled, int64_t vocab, Cutoff cutoff, uint64_t seed,
                       uint32_t position) {
-  const int32_t first[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const I lane = iload(first);
-  const F minus_infinity = set1(-__builtin_inff()), bound = set1(cutoff.scaled);
-  const I last_tie = iset1(static_cast<int32_t>(cutoff.last_tie + 1));
-  F best = minus_infinity;
-  I best_id = iset1(-1);
-  for (int64_t i = 0; i < vocab; i += 4 * kLanes) {
-    const Random random = philox(iset1(static_cast<int32_t>(i / 4)) + lane, position, seed);
-    for (int64_t part = 0; part < 4 && i + part * kLanes < vocab; ++part) {
-      const int64_t at = i + part * kLanes;
-      const I id = iset1(static_cast<int32_t>(at)) + lane;
-      const int64_t count = min64(kLanes, vocab - at);
-      const F z = load_part(scaled + at, count);
-      const I kept = (less(bound, z) | (equal(bound, z) & iless(id, last_tie))) &
-                     iless(id, iset1(static_cast<int32_t>(vocab)));
-      const F noisy = select(kept, z + gumbel(random.word[part]), minus_infinity);
-      const I better = less(best, noisy);
-      best = select(better, noisy, best);
-      best_id = iselect(better, id, best_id);
-    }
+  Best best{set1(-__builtin_inff()), iset1(-1)};
+  float reached = -__builtin_inff();
+  for (int64_t first = 0; first < vocab; first += 4 * kLanes) {
+    const float most = block_max(scaled + first, min64(4 * kLanes, vocab - first));
+    if (most < cutoff.scaled || most + kMaxGumbel < reached) continue;  // nothing here can win
+    draw_block(scaled, first, vocab, cutoff, seed, position, best);
+    reached = max_lanes(best.value);
   }
   float values[kLanes];
-  store(values, best);
-  const I ids = best_id;
-  int32_t id[kLanes];
-  std::memcpy(id, &ids, sizeof(id));
+  int32_t ids[kLanes];
+  store(values, best.value);
+  std::memcpy(ids, &best.id, sizeof(ids));
   int winner = 0;
   for (int i = 1; i < kLanes; ++i) {
-    const bool tie_lower = values[i] == values[winner] && id[i] >= 0 && id[i] < id[winner];
-    if (values[i] > values[winner] || tie_lower) winner = i;
+    const bool lower_tie = values[i] == values[winner] && ids[i] >= 0 && ids[i] < ids[winner];
+    if (values[i] > values[winner] || lower_tie) winner = i;
   }
-  return id[winner];
+  return ids[winner];
 }
 
 }  // namespace
