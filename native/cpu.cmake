@@ -25,6 +25,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(slotwise_cpu PRIVATE SLOTWISE_X86)
   slotwise_add_kernels(avx2 -mavx2 -mfma)
   # GCC 12 warns of its own AVX-512 header (GCC bug 105593).
-  slotwise_add_kernels(avx512 -Wno-uninitialized -Wno-maybe-uninitialized -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma
-                       -mprefer-vector-width=512)
+  slotwise_add_kernels(
+    avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512
+    $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 endif()

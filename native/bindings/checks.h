@@ -1,6 +1,5 @@
-// Every argument of an operator is checked here before anything is touched. Array types fix rank,
-// element type and device; the rest are these functions, with messages "[op] expected ..., got
-// ...".
+// Every argument of an operator is checked before anything is touched, with messages "[op] expected
+// ..., got ...": kind, rank and layout of an array by Tensor's constructor, the rest here.
 #pragma once
 
 #include <cstdint>

@@ -44,8 +44,17 @@ class CpuOps {
   void sample(const SampleParams& params, int64_t num_rows);
 
  private:
-  void attention(const AttentionParams& params, int64_t num_rows,
-                 const std::vector<RowBlock>& blocks);
+  // Splits [first, first + count) whose states are held at once, split_size floats each.
+  struct SplitWave {
+    int64_t first;
+    int64_t count;
+    int64_t split_size;
+  };
+
+  // Over blocks_.
+  void attention(const AttentionParams& params, int64_t num_rows);
+  void attend(const AttentionParams& params, const SplitWave& wave, int64_t scratch_size);
+  void fold(const AttentionParams& params, const SplitWave& wave);
 
   std::mutex mutex_;
   const Kernels& kernels_;

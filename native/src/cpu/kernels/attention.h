@@ -50,7 +50,7 @@ inline SplitScratch carve(float* scratch, int64_t pairs, int64_t dim) {
 template <int Rows>
 inline void score(const float* queries, const float* keys, int64_t dim, float scale,
                   float* weights) {
-  constexpr int kGroups = Rows * kParts <= 4 ? kParts : 1;
+  constexpr int kGroups = kGroupsFor<Rows>;
   const NativeF factor = native_set1(scale);
   for (int group = 0; group < kParts; group += kGroups) {
     Sums<Rows, kGroups> sums{};
@@ -93,7 +93,7 @@ inline void soften(float* weights, int64_t count, int64_t dim, float* sums, floa
 template <int Rows, typename Cache>
 inline void accumulate(const float* weights, const Cache* v, int64_t stride, int64_t count,
                        int64_t dim, float* acc) {
-  constexpr int kGroups = Rows * kParts <= 4 ? kParts : 1;
+  constexpr int kGroups = kGroupsFor<Rows>;
   int64_t d = 0;
   for (; d + kTile <= dim; d += kTile) {
     for (int group = 0; group < kParts; group += kGroups) {
@@ -127,7 +127,7 @@ inline void accumulate(const float* weights, const Cache* v, int64_t stride, int
   }
 }
 
-// One tile for the pairs from `first_pair`: all that see a position of it.
+// One tile, for all pairs that see a position of it.
 template <typename Cache>
 inline void attend_tile(const AttentionParams& p, const RowBlock& block, const SplitScratch& s,
                         const Cache* k, const Cache* v, int64_t tile) {

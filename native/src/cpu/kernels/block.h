@@ -36,6 +36,10 @@ struct Packed {
   }
 };
 
+// Few rows leave registers for whole rows of 32 columns, which are then read once.
+template <int Rows>
+constexpr int kGroupsFor = Rows * kParts <= 4 ? kParts : 1;
+
 template <int Rows, int Groups>
 struct Sums {
   NativeF low[Rows][Groups];

@@ -30,8 +30,7 @@ inline void store_columns(const LinearParams& p, int64_t row, int64_t n, NativeF
 
 template <int Rows, typename Weight>
 inline void linear_rows(const LinearParams& p, const Weight* panel, int64_t first_n, int64_t row) {
-  // Few rows leave registers for whole panel rows, which are then read once.
-  constexpr int kGroups = Rows * kParts <= 4 ? kParts : 1;
+  constexpr int kGroups = kGroupsFor<Rows>;
   for (int group = 0; group < kParts; group += kGroups) {
     Sums<Rows, kGroups> sums{};
     multiply<Packed>(p.x + row * p.x_stride, p.x_stride, p.k, panel, kPanelWidth, group, sums,

@@ -18,35 +18,32 @@ typedef uint32_t Words __attribute__((vector_size(kSquare * 4)));
 
 inline void transpose_square(Words (&w)[kSquare]) {
 #if defined(__AVX2__)
-  typedef int32_t Index __attribute__((vector_size(32)));
-  const Index low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
-  const Index first = {0, 1, 8, 9, 4, 5, 12, 13}, second = {2, 3, 10, 11, 6, 7, 14, 15};
-  const Index left = {0, 1, 2, 3, 8, 9, 10, 11}, right = {4, 5, 6, 7, 12, 13, 14, 15};
   Words pairs[8], fours[8];
   for (int i = 0; i < 8; i += 2) {
-    pairs[i] = __builtin_shuffle(w[i], w[i + 1], low);
-    pairs[i + 1] = __builtin_shuffle(w[i], w[i + 1], high);
+    pairs[i] = __builtin_shufflevector(w[i], w[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    pairs[i + 1] = __builtin_shufflevector(w[i], w[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
   for (int i = 0; i < 8; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      fours[i + 2 * j] = __builtin_shuffle(pairs[i + j], pairs[i + 2 + j], first);
-      fours[i + 2 * j + 1] = __builtin_shuffle(pairs[i + j], pairs[i + 2 + j], second);
+    for (int j = i; j < i + 2; ++j) {
+      Words* four = fours + 2 * j - i;
+      four[0] = __builtin_shufflevector(pairs[j], pairs[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      four[1] = __builtin_shufflevector(pairs[j], pairs[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
   }
   for (int i = 0; i < 4; ++i) {
-    w[i] = __builtin_shuffle(fours[i], fours[i + 4], left);
-    w[i + 4] = __builtin_shuffle(fours[i], fours[i + 4], right);
+    w[i] = __builtin_shufflevector(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    w[i + 4] = __builtin_shufflevector(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 #else
-  const Words low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
-  const Words ab_low = __builtin_shuffle(w[0], w[1], low);
-  const Words cd_low = __builtin_shuffle(w[2], w[3], low);
-  const Words ab_high = __builtin_shuffle(w[0], w[1], high);
-  const Words cd_high = __builtin_shuffle(w[2], w[3], high);
-  w[0] = __builtin_shuffle(ab_low, cd_low, first);
-  w[1] = __builtin_shuffle(ab_low, cd_low, second);
-  w[2] = __builtin_shuffle(ab_high, cd_high, first);
-  w[3] = __builtin_shuffle(ab_high, cd_high, second);
+  Words pairs[4];
+  for (int i = 0; i < 4; i += 2) {
+    pairs[i] = __builtin_shufflevector(w[i], w[i + 1], 0, 4, 1, 5);
+    pairs[i + 1] = __builtin_shufflevector(w[i], w[i + 1], 2, 6, 3, 7);
+  }
+  for (int i = 0; i < 2; ++i) {
+    w[2 * i] = __builtin_shufflevector(pairs[i], pairs[i + 2], 0, 1, 4, 5);
+    w[2 * i + 1] = __builtin_shufflevector(pairs[i], pairs[i + 2], 2, 3, 6, 7);
+  }
 #endif
 }
 
