@@ -62,23 +62,22 @@ def ladder(
     _check_peer(peer)
     output = Output(as_json)
     plan = Plan(Work(prompt_tokens, new_tokens), _counts(concurrency), repeats)
-    flags = server_flags(
-        dtype=dtype,
-        tp=tp,
-        threads=threads,
-        num_slots=max(plan.concurrency),
-        max_seq_len=prompt_tokens + new_tokens,
-    )
+    chosen = server_flags(dtype=dtype, tp=tp, threads=threads)
+    if server is not None and chosen:
+        raise CliError(f"{chosen[0]} is for a server of our own, not for --server", exit_code=2)
+    room = server_flags(num_slots=max(plan.concurrency), max_seq_len=prompt_tokens + new_tokens)
     with output.progress() as report:
         if server is not None:
             served = _measure_server(server, plan, report)
         else:
             folder = model_folder(model, report)
-            with running_server(folder, flags, report) as address:
+            with running_server(folder, chosen + room, report) as address:
                 served = _measure_server(address, plan, report)
         result = _summary(served, plan)
         if in_process and server is None and (tp or 1) == 1:
             _add_engine(result, _run_engine(folder, served, plan, report))
+        elif in_process:
+            output.note("the engine without gRPC is measured for one rank of a server of our own")
         if peer:
             folder = model_folder(model, report)
             _add_peer(result, _run_peer(folder, served, plan, report))
@@ -210,11 +209,12 @@ def _show(result: dict[str, Any], output: Output) -> None:
         f"{result['num_threads']} threads; {result['prompt_tokens']} prompt + "
         f"{result['new_tokens']} new tokens per request, median of {result['repeats']}"
     )
-    with_engine = "grpc_time_ratio" in result["levels"][0]
-    table = Table()
-    heads = ["n", "tok/s", "spread", "x n=1", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms", "prefill"]
-    for head in heads + (["engine tok/s", "time / engine"] if with_engine else []):
-        table.add_column(head, justify="right")
+    table = Table(caption="TTFT p50, ITL p50 and p99 in ms; time: of the server over the engine's")
+    heads = ["n", "tok/s", "spread", "x n=1", "TTFT", "ITL", "p99", "prefill"]
+    if "grpc_time_ratio" in result["levels"][0]:
+        heads += ["engine", "time"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
     for level in result["levels"]:
         table.add_row(*_row(level))
     output.stdout.print(table)

@@ -8,7 +8,6 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, Final, Generic, TypeVar, get_args, get_origin, get_type_hints
 
-import grpc
 from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2
 
@@ -296,8 +295,3 @@ HEALTH_CHECK: Call[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
 HEALTH_WATCH: Call[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse, Health] = Call(
     "/grpc.health.v1.Health/Watch", health_pb2.HealthCheckResponse, _health
 )
-
-
-def is_transient(error: grpc.RpcError) -> bool:
-    """Whether a health watch that ended this way should be opened again."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE

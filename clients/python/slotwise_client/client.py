@@ -181,7 +181,7 @@ class Client:
                 if protocol.HEALTH_WATCH.read(response) is Health.SERVING:
                     return True
         except grpc.RpcError as error:
-            if protocol.is_transient(error):
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
                 return False
             raise from_rpc_error(error, self.target) from error
         finally:

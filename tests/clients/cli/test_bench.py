@@ -59,6 +59,12 @@ def test_concurrency_is_a_list_of_numbers(slotwise, text):
     assert "1,2,4,8" in done.err
 
 
+def test_settings_of_a_running_server_cannot_be_chosen(slotwise, served):
+    done = slotwise("bench", "ladder", "--dtype", "bfloat16", "--server", served.address)
+    assert done.code == 2
+    assert "--dtype" in done.err
+
+
 def test_an_unknown_peer_is_refused_before_work(slotwise):
     assert slotwise("bench", "ladder", "--peer", "abacus").code == 2
 

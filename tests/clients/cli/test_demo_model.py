@@ -94,8 +94,21 @@ def test_it_is_made_once(pip_calls):
     ]
 
 
-def test_many_at_once_make_it_once(pip_calls):
-    threads = [threading.Thread(target=ensure_demo_model) for _ in range(4)]
+def test_many_at_once_make_it_once(pip_calls, monkeypatch):
+    waiting = threading.Semaphore(0)
+    pip = module._run_pip
+
+    def pip_while_others_wait(command, report):
+        if not pip_calls:
+            assert all(waiting.acquire(timeout=30) for _ in range(3))
+        return pip(command, report)
+
+    def report(stage, done, total):
+        if stage.startswith("waiting"):
+            waiting.release()
+
+    monkeypatch.setattr(module, "_run_pip", pip_while_others_wait)
+    threads = [threading.Thread(target=ensure_demo_model, args=(report,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

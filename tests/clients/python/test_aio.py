@@ -53,7 +53,7 @@ async def test_many_streams_at_once(client):
 
 async def test_dropping_the_stream_cancels_the_call(served, client):
     served.script.blocked = True
-    async for event in client.generate("x", timeout=TIMEOUT_S):
+    async for event in client.generate("x"):
         if isinstance(event, Delta):
             break
     gc.collect()
@@ -63,7 +63,7 @@ async def test_dropping_the_stream_cancels_the_call(served, client):
 async def test_close_ends_the_iteration(served, client):
     served.script.blocked = True
     events = []
-    async with client.generate("x", timeout=TIMEOUT_S) as stream:
+    async with client.generate("x") as stream:
         async for event in stream:
             events.append(event)
             if isinstance(event, Delta):
@@ -89,7 +89,7 @@ async def test_cancelling_the_reading_task_cancels_the_call(served, client):
     served.script.blocked = True
 
     async def collect() -> list:
-        return [event async for event in client.generate("x", timeout=TIMEOUT_S)]
+        return [event async for event in client.generate("x")]
 
     reader = asyncio.create_task(collect())
     assert await asyncio.to_thread(served.script.first_delta.wait, TIMEOUT_S)

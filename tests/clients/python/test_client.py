@@ -75,7 +75,7 @@ def test_complete_answers_whole(client):
 
 def test_leaving_the_loop_cancels_the_call(served, client):
     served.script.blocked = True
-    for event in client.generate("x", timeout=TIMEOUT_S):
+    for event in client.generate("x"):
         if isinstance(event, Delta):
             break
     gc.collect()
@@ -84,7 +84,7 @@ def test_leaving_the_loop_cancels_the_call(served, client):
 
 def test_closing_from_another_thread_ends_the_iteration(served, client):
     served.script.blocked = True
-    stream = client.generate("x", timeout=TIMEOUT_S)
+    stream = client.generate("x")
 
     def close_later() -> None:
         served.script.first_delta.wait(TIMEOUT_S)
@@ -101,7 +101,7 @@ def test_closing_from_another_thread_ends_the_iteration(served, client):
 
 def test_leaving_a_with_block_cancels_the_call(served, client):
     served.script.blocked = True
-    with client.generate("x", timeout=TIMEOUT_S) as stream:
+    with client.generate("x") as stream:
         next(stream)
     assert served.script.ended.wait(TIMEOUT_S)
     assert list(stream) == []
