@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -37,6 +38,8 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], log: LogSink) -> None:
         self._process = subprocess.Popen(
             command,
+            # gRPC's own remarks on forks and lost connections are no news to the user.
+            env={"GRPC_VERBOSITY": "ERROR", **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -113,8 +116,8 @@ class ServerProcess:
 
 
 def report_event(event: Event, report: Report) -> None:
-    """Show a loading event as progress."""
-    if event.get("event") == "loading":
+    """Show a loading event as progress; the first rank stands for all, they do the same."""
+    if event.get("event") == "loading" and event.get("rank", 0) == 0:
         stage = str(event.get("stage", "loading"))
         report(stage, int(event.get("done", 0)), int(event.get("total", 0)))
 

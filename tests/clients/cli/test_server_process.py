@@ -33,6 +33,15 @@ def test_progress_then_ready():
     server.stop()
 
 
+def test_one_rank_stands_for_all():
+    second = {**LOADING, "rank": 1, "done": 9}
+    seen = []
+    server = child(f"say(**{second}); say(**{LOADING}, rank=0); say(**{READY})")
+    server.wait_ready(lambda *report: seen.append(report))
+    assert seen == [("weights", 5, 10)]
+    server.wait()
+
+
 def test_the_words_of_the_child_become_the_error():
     log: list[str] = []
     server = child("sys.exit('warming up\\nerror: port 5 is in use')", log)
