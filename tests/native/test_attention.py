@@ -126,6 +126,24 @@ def test_neighbours_and_slots_do_not_matter(
     assert torch.equal(case.prefill(ops, slot=0), case.prefill(ops, slot=1))
 
 
+def test_each_row_attends_its_own_slot(ops: _native.CpuOps, generator: torch.Generator) -> None:
+    case = make_case((64, 3, 3), torch.float32, generator)
+    case.keys[0, :40], case.values[0, :40] = case.keys[1, 60:100], case.values[1, 70:110]
+    positions = [39, 300, 20, 599, 0, 5]
+    slots = [0, 1, 0, 1, 0, 1]
+    where, which = (torch.tensor(values, dtype=torch.int32) for values in (positions, slots))
+    out = torch.empty(len(slots), case.q_heads * 64)
+    qkv = case.qkv[positions]
+    ops.decode_attention(qkv, case.keys, case.values, which, where, case.scale, out)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        assert torch.equal(out[row], case.decode(ops, [position], slot)[0])
+        assert torch.equal(out[row], case.prefill(ops, position, position + 1, slot)[0])
+        seen = slice(0, position + 1)
+        q = qkv[row].view(-1, 64)[: case.q_heads]
+        wanted = reference.attention(q, case.keys[slot, seen], case.values[slot, seen], case.scale)
+        assert_close(out[row], wanted.flatten(), "attention")
+
+
 def test_what_lies_past_a_row_is_never_read(
     ops: _native.CpuOps, generator: torch.Generator
 ) -> None:
@@ -138,10 +156,10 @@ def test_what_lies_past_a_row_is_never_read(
     assert spoilt[300:].isnan().all()
     case.keys[1, 300] = 0
     clean = case.prefill(ops)
-    case.values[1, 400, 0, 5] = torch.inf
+    case.values[1, 407, 0, 5] = torch.inf  # in the middle of a block of rows
     spoilt = case.prefill(ops)
-    assert torch.equal(spoilt[:400], clean[:400])
-    assert spoilt.view(LENGTH, -1, 64)[400:, :, 5].isinf().all()
+    assert torch.equal(spoilt[:407], clean[:407])
+    assert spoilt.view(LENGTH, -1, 64)[407:, :, 5].isinf().all()
 
 
 def test_large_scores_do_not_overflow(ops: _native.CpuOps, generator: torch.Generator) -> None:
