@@ -58,7 +58,8 @@ void CpuOps::attention(const AttentionParams& params, int64_t num_rows) {
   }
 }
 
-// The states of all blocks, KV heads and splits of the wave.
+// The states of all blocks, splits of the wave and KV heads; the heads of a position, which are
+// neighbours in memory, one after the other.
 void CpuOps::attend(const AttentionParams& params, const SplitWave& wave, int64_t scratch_size) {
   const int64_t kv_heads = params.cache.num_kv_heads;
   const int64_t row_size = params.num_q_heads * attention_state_size(params.cache.head_dim);
@@ -66,10 +67,10 @@ void CpuOps::attend(const AttentionParams& params, const SplitWave& wave, int64_
   float* const parts = states_.floats() + wave.split_size;
   pool_.parallel_for(tasks, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t task = begin; task < end; ++task) {
-      const RowBlock& block = blocks_[static_cast<size_t>(task / wave.count / kv_heads)];
-      const int64_t split = task % wave.count;
+      const RowBlock& block = blocks_[static_cast<size_t>(task / kv_heads / wave.count)];
+      const int64_t split = task / kv_heads % wave.count;
       if (wave.first + split >= num_splits(block)) continue;
-      kernels_.attention_split(params, block, task / wave.count % kv_heads, wave.first + split,
+      kernels_.attention_split(params, block, task % kv_heads, wave.first + split,
                                parts + split * wave.split_size + block.first_row * row_size,
                                scratch_.floats() + thread * scratch_size);
     }

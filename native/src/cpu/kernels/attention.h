@@ -127,6 +127,19 @@ inline void accumulate(const float* weights, const Cache* v, int64_t stride, int
   }
 }
 
+// Brings positions [begin, min(begin + 32, end)) of one head into the second-level cache. Heads of
+// one position are adjacent, so a head's rows are pieces with gaps, which the processor does not
+// foresee; fetched into the first level they would hold up the loads of the tile at hand (measured
+// on Zen 4). Inlined by force: GCC drops calls of a function that does nothing but fetch ahead.
+template <typename Cache>
+__attribute__((always_inline)) inline void prefetch_tile(const Cache* rows, int64_t stride,
+                                                         int64_t dim, int64_t begin, int64_t end) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Cache));
+  for (int64_t j = begin; j < min64(begin + kTile, end); ++j) {
+    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(rows + j * stride + d, 0, 2);
+  }
+}
+
 // One tile, for all pairs that see a position of it.
 template <typename Cache>
 inline void attend_tile(const AttentionParams& p, const RowBlock& block, const SplitScratch& s,
@@ -140,8 +153,10 @@ inline void attend_tile(const AttentionParams& p, const RowBlock& block, const S
   const int64_t hidden_rows = tile > block.first_position ? tile - block.first_position : 0;
   const int64_t first_pair = hidden_rows * group;
   const int64_t pairs = num_pairs(p, block.num_rows) - first_pair;
-  transpose_keys(k + tile * cache.k_position_stride, cache.k_position_stride,
-                 min64(kTile, last - tile), dim, s.keys);
+  const Cache* tile_k = k + tile * cache.k_position_stride;
+  const Cache* tile_v = v + tile * cache.v_position_stride;
+  const int64_t num_positions = min64(kTile, last - tile);
+  transpose_keys(tile_k, cache.k_position_stride, num_positions, dim, s.keys);
   for_row_blocks(pairs, [&](int64_t offset, auto rows) {
     const int64_t pair = first_pair + offset;
     score<decltype(rows)::value>(s.queries + pair * dim, s.keys, dim, p.scale,
@@ -151,7 +166,6 @@ inline void attend_tile(const AttentionParams& p, const RowBlock& block, const S
     soften(s.weights + pair * kTile, seen(pair), dim, s.sums + pair * kTile, s.acc + pair * dim,
            s.max + pair);
   }
-  const Cache* tile_v = v + tile * cache.v_position_stride;
   for_row_blocks(pairs, [&](int64_t offset, auto rows) {
     constexpr int kRows = decltype(rows)::value;
     const int64_t pair = first_pair + offset;
@@ -187,8 +201,13 @@ void attention_split_as(const AttentionParams& p, const RowBlock& block, int64_t
                    kv_head * cache.k_head_stride;
   const Cache* v = static_cast<const Cache*>(cache.v) + block.slot * cache.v_slot_stride +
                    kv_head * cache.v_head_stride;
-  const int64_t end = min64((split + 1) * kSplitPositions, block.first_position + block.num_rows);
-  for (int64_t tile = split * kSplitPositions; tile < end; tile += kTile) {
+  // The next tile is fetched ahead even where it belongs to the next split.
+  const int64_t last = block.first_position + block.num_rows;
+  const int64_t begin = split * kSplitPositions, end = min64(begin + kSplitPositions, last);
+  prefetch_tile(k, cache.k_position_stride, dim, begin, end);
+  for (int64_t tile = begin; tile < end; tile += kTile) {
+    prefetch_tile(v, cache.v_position_stride, dim, tile + kTile, last);
+    prefetch_tile(k, cache.k_position_stride, dim, tile + kTile, last);
     attend_tile(p, block, s, k, v, tile);
   }
   for (int64_t pair = 0; pair < pairs; ++pair) {
