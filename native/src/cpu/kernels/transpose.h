@@ -66,30 +66,28 @@ inline void store_words(const uint16_t*, Words words, float* keys) {
 inline float widen(float x) { return x; }
 inline float widen(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
 
-// keys[d, j] = k[j, d] for j < count, zero for the rest of the tile's 32 positions.
+// keys[d, j] = k[j, d] for j < count; what the other columns hold is never used.
 template <typename Cache>
 inline void transpose_keys(const Cache* k, int64_t stride, int64_t count, int64_t dim,
                            float* keys) {
-  constexpr int kColumns = kSquare * columns_per_word(static_cast<const Cache*>(nullptr));
-  int64_t j = 0;
-  for (; j + kSquare <= count; j += kSquare, k += kSquare * stride) {
+  constexpr int kPerWord = columns_per_word(static_cast<const Cache*>(nullptr));
+  constexpr int kColumns = kSquare * kPerWord;
+  for (int64_t j = 0; j < count; j += kSquare) {
+    // The last row stands in for rows that do not exist.
+    const Cache* rows[kSquare];
+    for (int i = 0; i < kSquare; ++i) rows[i] = k + min64(j + i, count - 1) * stride;
     int64_t d = 0;
     for (; d + kColumns <= dim; d += kColumns) {
       Words square[kSquare];
-      for (int i = 0; i < kSquare; ++i) {
-        std::memcpy(&square[i], k + i * stride + d, sizeof(Words));
-      }
+      for (int i = 0; i < kSquare; ++i) std::memcpy(&square[i], rows[i] + d, sizeof(Words));
       transpose_square(square);
       for (int i = 0; i < kSquare; ++i) {
-        store_words(k, square[i], keys + (d + i * (kColumns / kSquare)) * kTile + j);
+        store_words(k, square[i], keys + (d + i * kPerWord) * kTile + j);
       }
     }
     for (; d < dim; ++d) {
-      for (int64_t i = 0; i < kSquare; ++i) keys[d * kTile + j + i] = widen(k[i * stride + d]);
+      for (int i = 0; i < kSquare; ++i) keys[d * kTile + j + i] = widen(rows[i][d]);
     }
-  }
-  for (; j < kTile; ++j, k += stride) {
-    for (int64_t d = 0; d < dim; ++d) keys[d * kTile + j] = j < count ? widen(k[d]) : 0.0f;
   }
 }
 
