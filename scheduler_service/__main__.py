@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+
+# gRPC reads these when it is imported. Its fork handlers may crash a worker between fork and exec,
+# and its own log tells of every stream that ends.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import uvloop
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -47,6 +48,7 @@ class WorkerLink:
         self._requests: asyncio.Queue[pb.RunRequest] = asyncio.Queue()
         self._channel = grpc.aio.insecure_channel(address, options=_channel_options(address))
         self._call: grpc.aio.StreamStreamCall | None = None
+        self._writer: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
 
     async def configure(
@@ -69,8 +71,11 @@ class WorkerLink:
                 f"cannot be reached at {self.address} within {connect_timeout_s:g} s"
             ) from None
         stub = pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        self._call = stub.Run(self._request_stream())
+        self._call = stub.Run()
         self.send(message)
+        self._writer = asyncio.create_task(
+            self._write(self._call), name=f"worker {self.rank} writer"
+        )
         configured = await self._read_until_configured(on_progress, silence_timeout_s)
         self._reader = asyncio.create_task(self._read_results(), name=f"worker {self.rank} reader")
         return configured
@@ -81,16 +86,19 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Ends the stream; the worker then leaves its group. Nothing is delivered after this."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        tasks = [task for task in (self._writer, self._reader) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
 
-    async def _request_stream(self) -> AsyncIterator[pb.RunRequest]:
-        while True:
-            yield await self._requests.get()
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        # A stream that broke raises on write; the reader learns of it too, and tells why.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._requests.get())
 
     async def _read_until_configured(
         self, on_progress: Callable[[LoadProgress], None], silence_timeout_s: float

@@ -10,6 +10,10 @@ import signal
 import sys
 from pathlib import Path
 
+# Read when gRPC and torch are imported: their own logs tell of every stream and wait that ends.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import torch
 
 from worker import bench, device
@@ -81,12 +85,18 @@ def _exit_stuck(message: str) -> None:
     os._exit(_EXIT_STUCK)
 
 
+def _is_no_cancel(record: logging.LogRecord) -> bool:
+    """gRPC logs a call that its caller, or our stop, cancelled as an error; it is none."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 if __name__ == "__main__":
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancel)
     # Torch only adds and copies here; the native library has its own threads.
     torch.set_num_threads(1)
     sys.exit(main(sys.argv[1:]))

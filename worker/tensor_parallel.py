@@ -21,6 +21,7 @@ from worker.errors import SetupCancelledError, SetupError, StepError
 from worker.sharding import Part
 
 _POLL = timedelta(milliseconds=500)
+_RETRY_S = 0.02
 
 
 class TensorParallelGroup:
@@ -84,10 +85,18 @@ class TensorParallelGroup:
         self._backend = None
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
+        """out = all ranks' x, in rank order: a message to and from every peer, all at once."""
         if self._backend is None:
             raise StepError("the group was left")
+        parts = out.view(self.world_size, -1)
+        parts[self.rank] = x
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
-            self._backend._allgather_base(out, x).wait()
+            # Gloo keeps the order of messages between two ranks, so one tag does for all.
+            works = [self._backend.send([x], peer, 0) for peer in peers]
+            works += [self._backend.recv([parts[peer]], peer, 0) for peer in peers]
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise StepError(f"rank {self.rank} lost its group: {error}") from error
 
@@ -124,13 +133,23 @@ def join_group(
 def _open_store(
     host: str, port: int, rank: int, deadline: float, cancelled: Callable[[], bool]
 ) -> TCPStore:
+    if rank != 0:
+        _wait_until_open(host, port, deadline, cancelled)
+    try:
+        return TCPStore(host, port, is_master=rank == 0, timeout=_POLL, wait_for_workers=False)
+    except (RuntimeError, DistError) as error:
+        raise SetupError(f"rendezvous {host}:{port} cannot be opened: {error}") from error
+
+
+def _wait_until_open(host: str, port: int, deadline: float, cancelled: Callable[[], bool]) -> None:
+    """The store's own client would log every try at length."""
     while True:
         try:
-            return TCPStore(host, port, is_master=rank == 0, timeout=_POLL, wait_for_workers=False)
-        except (RuntimeError, DistError) as error:
+            socket.create_connection((host, port), _POLL.total_seconds()).close()
+            return
+        except OSError as error:
             _go_on(f"no rendezvous at {host}:{port}: {error}", deadline, cancelled)
-            if rank == 0:
-                raise SetupError(f"rendezvous {host}:{port} cannot be opened: {error}") from error
+            time.sleep(_RETRY_S)
 
 
 def _meet(
