@@ -33,6 +33,8 @@ class Program:
     def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *command],
+            # A fake worker ends when its input does; that of CI has ended from the start.
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
