@@ -45,13 +45,15 @@ class Served:
 
 @bench.command()
 def ladder(
-    model: Annotated[str, typer.Option(help="A checkpoint folder, or `demo`.")] = "demo",
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint folder, or `demo` (the default).")
+    ] = None,
     dtype: DtypeOption = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
     concurrency: Annotated[str, typer.Option(help="Numbers, with commas.")] = "1,2,4,8",
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 3,
     server: Annotated[str | None, typer.Option(help="Measure this running server.")] = None,
     in_process: Annotated[bool, typer.Option(help="Also the engine without gRPC.")] = True,
@@ -63,14 +65,16 @@ def ladder(
     output = Output(as_json)
     plan = Plan(Work(prompt_tokens, new_tokens), _counts(concurrency), repeats)
     chosen = server_flags(dtype=dtype, tp=tp, threads=threads)
-    if server is not None and chosen:
-        raise CliError(f"{chosen[0]} is for a server of our own, not for --server", exit_code=2)
+    # With --server a model is read by the peer alone.
+    refused = ["--model"] if model and not peer else chosen
+    if server is not None and refused:
+        raise CliError(f"{refused[0]} is for a server of our own, not for --server", exit_code=2)
     room = server_flags(num_slots=max(plan.concurrency), max_seq_len=prompt_tokens + new_tokens)
     with output.progress() as report:
         if server is not None:
             served = _measure_server(server, plan, report)
         else:
-            folder = model_folder(model, report)
+            folder = model_folder(model or "demo", report)
             with running_server(folder, chosen + room, report) as address:
                 served = _measure_server(address, plan, report)
         result = _summary(served, plan)
@@ -79,7 +83,7 @@ def ladder(
         elif in_process:
             output.note("the engine without gRPC is measured for one rank of a server of our own")
         if peer:
-            folder = model_folder(model, report)
+            folder = model_folder(model or "demo", report)
             _add_peer(result, _run_peer(folder, served, plan, report))
     if as_json:
         output.json(result)
@@ -121,8 +125,8 @@ def _summary(served: Served, plan: Plan) -> dict[str, Any]:
     one = next((level for level in served.levels if level.concurrency == 1), None)
     levels = []
     for level in served.levels:
-        ratio = level.tokens_per_s.median / one.tokens_per_s.median if one else None
-        levels.append({**asdict(level), "ratio_to_one": ratio})
+        ratio, decode_ratio = _ratios(level, one)
+        levels.append({**asdict(level), "ratio_to_one": ratio, "decode_ratio_to_one": decode_ratio})
     return {
         "model": served.model.name,
         "device": worker.device,
@@ -136,6 +140,16 @@ def _summary(served: Served, plan: Plan) -> dict[str, Any]:
         "repeats": plan.repeats,
         "levels": levels,
     }
+
+
+def _ratios(level: Level, one: Level | None) -> tuple[float | None, float | None]:
+    """tokens/s of a level over those of one request: of the whole work, and of decode alone."""
+    if one is None:
+        return None, None
+    return (
+        level.tokens_per_s.median / one.tokens_per_s.median,
+        level.decode_tokens_per_s.median / one.decode_tokens_per_s.median,
+    )
 
 
 def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dict[int, list[float]]:
@@ -209,8 +223,11 @@ def _show(result: dict[str, Any], output: Output) -> None:
         f"{result['num_threads']} threads; {result['prompt_tokens']} prompt + "
         f"{result['new_tokens']} new tokens per request, median of {result['repeats']}"
     )
-    table = Table(caption="TTFT p50, ITL p50 and p99 in ms; time: of the server over the engine's")
-    heads = ["n", "tok/s", "spread", "x n=1", "TTFT", "ITL", "p99", "prefill"]
+    table = Table(
+        caption="tok/s with prefill, then of decode alone; TTFT p50, ITL p50 and p99 in ms; "
+        "time: of the server over the engine's"
+    )
+    heads = ["n", "tok/s", "+-", "x", "decode", "x", "TTFT", "ITL", "p99", "prefill"]
     if "grpc_time_ratio" in result["levels"][0]:
         heads += ["engine", "time"]
     for head in heads:
@@ -226,18 +243,23 @@ def _show(result: dict[str, Any], output: Output) -> None:
 
 def _row(level: dict[str, Any]) -> list[str]:
     speed = Spread(**level["tokens_per_s"])
-    ratio = level["ratio_to_one"]
     cells = [
         str(level["concurrency"]),
         f"{speed.median:.1f}",
-        f"{speed.percent:.0f} %",
-        "-" if ratio is None else f"{ratio:.2f}",
+        f"{speed.percent:.0f}%",
+        _times(level["ratio_to_one"]),
+        f"{level['decode_tokens_per_s']['median']:.1f}",
+        _times(level["decode_ratio_to_one"]),
         f"{level['ttft_ms_p50']:.0f}",
         f"{level['itl_ms_p50']:.1f}",
         f"{level['itl_ms_p99']:.1f}",
-        f"{level['prefill_share'] * 100:.0f} %",
+        f"{level['prefill_share'] * 100:.0f}%",
     ]
     if "grpc_time_ratio" in level:
         cells.append(f"{level['in_process_tokens_per_s']['median']:.1f}")
         cells.append(f"{level['grpc_time_ratio']:.3f}")
     return cells
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"

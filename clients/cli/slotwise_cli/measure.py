@@ -72,6 +72,14 @@ class Run:
         """Generated tokens of all requests over the wall time, prefill included."""
         return sum(timeline.num_tokens for timeline in self.timelines) / self.wall_s
 
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """The same while all requests decode: from the latest first token to the last token."""
+        begin = max(timeline.arrivals[0][0] for timeline in self.timelines)
+        arrivals = [arrival for timeline in self.timelines for arrival in timeline.arrivals]
+        end = max(at for at, _ in arrivals)
+        return sum(count for at, count in arrivals if at > begin) / (end - begin)
+
 
 async def run_once(address: str, prompts: Prompts, new_tokens: int) -> Run:
     """Send all prompts at once and wait for all answers.
@@ -126,6 +134,7 @@ class Level:
 
     concurrency: int
     tokens_per_s: Spread
+    decode_tokens_per_s: Spread
     wall_ms: Spread
     ttft_ms_p50: float
     ttft_ms_max: float
@@ -141,6 +150,7 @@ class Level:
         return cls(
             concurrency=concurrency,
             tokens_per_s=Spread.of([run.tokens_per_s for run in runs]),
+            decode_tokens_per_s=Spread.of([run.decode_tokens_per_s for run in runs]),
             wall_ms=Spread.of([run.wall_s * 1e3 for run in runs]),
             ttft_ms_p50=percentile(ttfts, 50),
             ttft_ms_max=max(ttfts),

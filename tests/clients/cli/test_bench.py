@@ -60,9 +60,10 @@ def test_concurrency_is_a_list_of_numbers(slotwise, text):
 
 
 def test_settings_of_a_running_server_cannot_be_chosen(slotwise, served):
-    done = slotwise("bench", "ladder", "--dtype", "bfloat16", "--server", served.address)
-    assert done.code == 2
-    assert "--dtype" in done.err
+    for flag, value in (("--dtype", "bfloat16"), ("--model", "demo")):
+        done = slotwise("bench", "ladder", flag, value, "--server", served.address)
+        assert done.code == 2
+        assert flag in done.err
 
 
 def test_an_unknown_peer_is_refused_before_work(slotwise):

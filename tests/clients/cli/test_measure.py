@@ -27,6 +27,13 @@ def test_a_run_spans_from_the_first_sent_to_the_last_token():
     assert run.tokens_per_s == pytest.approx(8 / 5)
 
 
+def test_decode_alone_counts_from_the_last_first_token():
+    early = timeline(0.0, (1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1), (5.0, 1))
+    late = timeline(0.0, (3.0, 1), (4.0, 2), (5.0, 2))
+    # After 3.0: two tokens of the early one, four of the late one, in 2 s.
+    assert Run((early, late), 0.5).decode_tokens_per_s == pytest.approx(3.0)
+
+
 def test_percentiles_are_values_that_occurred():
     values = list(range(100, 0, -1))
     assert percentile(values, 50) == 50
