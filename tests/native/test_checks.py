@@ -161,12 +161,13 @@ def test_results_must_not_lie_over_what_is_read() -> None:
     weight = ops.pack(torch.ones(8, 8))
     x, both = torch.zeros(2, 8), torch.zeros(2, 64)
     cache = torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8)
-    for run in (
+    runs: list[Callable[[], None]] = [
         lambda: ops.linear(x, weight, x),
         lambda: ops.silu_mul(x, x[:, :4]),
         lambda: ops.add_rms_norm(x, torch.zeros(2, 8), torch.ones(8), 0.0, x),
         lambda: ops.prefill_attention(both, *cache, 0, 0, 1.0, both[:, :32]),
-    ):
+    ]
+    for run in runs:
         with pytest.raises(ValueError, match="overlapping"):
             run()
 
