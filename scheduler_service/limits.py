@@ -23,7 +23,7 @@ class Limits:
     max_outstanding: int = 2
     # Decode steps in one command, and the time they should fill.
     max_steps_per_command: int = 8
-    run_ahead_window_ns: int = 10_000_000
+    run_ahead_window_ns: int = 30_000_000
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_queue_len", "max_outstanding", "max_steps_per_command"):

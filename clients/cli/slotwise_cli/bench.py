@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from slotwise_client import Client, ModelInfo, ServerInfo
@@ -224,6 +225,8 @@ def _show(result: dict[str, Any], output: Output) -> None:
         f"{result['new_tokens']} new tokens per request, median of {result['repeats']}"
     )
     table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         caption="tok/s with prefill, then of decode alone; TTFT p50, ITL p50 and p99 in ms; "
         "time: of the server over the engine's"
     )
