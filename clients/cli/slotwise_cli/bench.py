@@ -228,7 +228,7 @@ def _show(result: dict[str, Any], output: Output) -> None:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         caption="tok/s with prefill, then of decode alone; TTFT p50, ITL p50 and p99 in ms; "
-        "time: of the server over the engine's"
+        "time: of the server over the engine's",
     )
     heads = ["n", "tok/s", "+-", "x", "decode", "x", "TTFT", "ITL", "p99", "prefill"]
     if "grpc_time_ratio" in result["levels"][0]:
