@@ -8,10 +8,11 @@ TESTS ?=
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Touched when torch is there; and when all packages, the native library and the protos are as the
-# sources say.
+# Touched when torch is there; when the project is, its native library and protos as the sources
+# say; and when the tools of its developers are too.
 TORCH := $(VENV)/.torch
 BUILT := $(VENV)/.built
+TOOLS := $(VENV)/.tools
 
 NATIVE_SOURCES := $(shell find native protos -type f)
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -30,34 +31,34 @@ help:
 demo: $(BUILT)
 	@$(BIN)/slotwise demo
 
-test: $(BUILT)
+test: $(TOOLS)
 	$(BIN)/pytest $(ARGS) $(TESTS)
 
 build protos: $(TORCH)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
-	@touch $(BUILT)
+	@touch $(BUILT) $(TOOLS)
 
-fmt: $(BUILT)
+fmt: $(TOOLS)
 	$(BIN)/ruff check --fix --show-fixes .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CLANG_FORMAT_FILES)
 
-lint: $(BUILT)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMAT_FILES)
 
-type: $(BUILT)
+type: $(TOOLS)
 	$(BIN)/mypy
 
-golden: $(BUILT)
+golden: $(TOOLS)
 	$(BIN)/python tests/golden/make_golden.py
 
-bench: $(BUILT)
+bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT) $(TOOLS)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch comes first and by its constraint, so that nothing later asks for another build of it.
@@ -66,8 +67,12 @@ $(TORCH): constraints-dev.txt | $(BIN)/python
 	@touch $@
 
 $(BUILT): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
-	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints-dev.txt -e .
 	@touch $@
+
+$(TOOLS): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
+	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	@touch $(BUILT) $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
