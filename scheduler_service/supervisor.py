@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,8 @@ _worker_log = logging.getLogger("slotwise.worker")
 _MAX_LINE_BYTES = 1024 * 1024
 _NUM_LAST_LINES = 20
 _TERM_GRACE_S = 3.0
+# A line that a worker logged: the time (ours is the same), the level, the rest.
+_LOG_LINE = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 
 # The command line of one rank: (rank, address) -> arguments.
 Command = Callable[[int, str], Sequence[str]]
@@ -47,7 +50,7 @@ def worker_command(model_dir: str, world_size: int, num_threads: int) -> Command
 
 
 class _WorkerProcess:
-    """One spawned rank: its output goes to our log, line by line."""
+    """One spawned rank: its output goes to our log, line by line and at its own level."""
 
     def __init__(self, rank: int, process: asyncio.subprocess.Process) -> None:
         self.rank = rank
@@ -78,6 +81,7 @@ class _WorkerProcess:
 
     async def _forward_output(self) -> None:
         assert self._process.stdout is not None
+        level = logging.INFO
         while True:
             try:
                 line = await self._process.stdout.readline()
@@ -88,7 +92,10 @@ class _WorkerProcess:
                 return
             text = line.decode(errors="replace").rstrip()
             self._last_lines.append(text)
-            _worker_log.info("worker %d: %s", self.rank, text)
+            # Lines without a level, as those of a traceback, belong to the one before.
+            if match := _LOG_LINE.fullmatch(text):
+                level, text = logging.getLevelNamesMapping()[match[1]], match[2]
+            _worker_log.log(level, "worker %d: %s", self.rank, text)
 
 
 class Supervisor:
@@ -144,8 +151,7 @@ class Supervisor:
     async def _spawn_rank(self, rank: int, address: str) -> None:
         process = await asyncio.create_subprocess_exec(
             *self._command(rank, address),
-            # Held open: a worker started with --exit-with-parent ends when it closes.
-            stdin=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=_MAX_LINE_BYTES,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -20,6 +21,8 @@ from scheduler_service.step import DecodeRow, PrefillChunk, SlotSetup, StepComma
 from slotwise.v1 import inference_pb2
 from slotwise.worker.v1 import worker_pb2 as pb
 from slotwise.worker.v1 import worker_pb2_grpc as pb_grpc
+
+PR_SET_PDEATHSIG = 1
 
 
 class FakeWorkerServer(pb_grpc.WorkerServicer):
@@ -211,8 +214,9 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    # The supervisor holds standard input open for as long as it lives.
-    loop.add_reader(sys.stdin, ended.set)
+    if sys.platform == "linux":
+        # As --exit-with-parent.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     server = FakeWorkerServer(args.listen)
     await server.start()
     print("fake worker listens", flush=True)

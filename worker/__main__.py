@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 # Read when gRPC and torch are imported: their own logs tell of every stream and wait that ends.
@@ -91,10 +92,13 @@ def _is_no_cancel(record: logging.LogRecord) -> bool:
 
 
 if __name__ == "__main__":
+    # As the scheduler's lines; it reads the level off them when it has spawned this process.
+    logging.Formatter.converter = time.gmtime
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
     )
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancel)
     # Torch only adds and copies here; the native library has its own threads.

@@ -33,8 +33,7 @@ class Program:
     def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *command],
-            # A fake worker ends when its input does; that of CI has ended from the start.
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -137,6 +137,31 @@ async def test_output_goes_to_the_log_line_by_line(caplog):
     assert lines == ["worker 0: to stdout", "worker 0: to stderr"]
 
 
+async def test_a_log_line_of_a_worker_keeps_its_level_and_not_its_time(caplog):
+    caplog.set_level("INFO")
+    time = "2026-01-31T12:00:00.000Z"
+    said = [
+        f"{time} INFO worker: listening",
+        f"{time} ERROR worker.server: stream ended",
+        "Traceback (most recent call last):",
+        f"{time} WARNING worker.rank: not read: a",
+    ]
+    supervisor = Supervisor(1, python_command(f"print({chr(10).join(said)!r})"))
+    try:
+        await supervisor.spawn()
+        async with asyncio.timeout(PATIENCE_S):
+            await supervisor.wait_exit()
+    finally:
+        await supervisor.stop()
+    lines = [(r.levelname, r.message) for r in caplog.records if r.name == "slotwise.worker"]
+    assert lines == [
+        ("INFO", "worker 0: worker: listening"),
+        ("ERROR", "worker 0: worker.server: stream ended"),
+        ("ERROR", "worker 0: Traceback (most recent call last):"),
+        ("WARNING", "worker 0: worker.rank: not read: a"),
+    ]
+
+
 def test_the_command_of_a_worker():
     command = worker_command("/models/m", 2, 0)(1, "unix:/x.sock")
     assert command[1:5] == ["-m", "worker", "--listen", "unix:/x.sock"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,9 @@ def test_ends_cleanly_on_sigterm_and_keeps_its_address(
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, log
-    assert f"listening on unix:{socket_path}" in log
+    # The form that scheduler_service/supervisor.py reads.
+    line = rf"\d+-\d+-\d+T\d+:\d+:\d+\.\d+Z INFO worker: listening on unix:{socket_path}\n"
+    assert re.match(line, log), log
 
 
 def test_ends_with_its_parent(socket_path: Path) -> None:
@@ -87,8 +90,6 @@ def test_ends_with_its_parent(socket_path: Path) -> None:
 def test_refused_at_once(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     assert main([*arguments, "--model", "x"]) == 1
     message = capsys.readouterr().err
     assert re.search(named, message)
