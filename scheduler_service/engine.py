@@ -22,7 +22,7 @@ from .engine_types import (
     SelfTestReport,
     WorkerReport,
 )
-from .errors import GroupError, QueueFullError, UnavailableError, UnknownRequestError
+from .errors import GroupError, UnavailableError, UnknownRequestError
 from .limits import Counters
 from .request import FinishReason, Request, failed_event
 from .request_stream import RequestStream, RequestStreams
@@ -83,8 +83,6 @@ class Engine:
         self._ready = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._num_fruitless_epochs = 0
-        self._rejected_full = 0
-        self._rejected_unavailable = 0
 
     @property
     def state(self) -> EngineState:
@@ -130,14 +128,9 @@ class Engine:
         """
         refusal = _REFUSALS.get(self._state)
         if refusal is not None:
-            self._rejected_unavailable += 1
             raise UnavailableError(refusal)
         loop = self._started_loop()
-        try:
-            queue_position = loop.scheduler.submit(request)
-        except QueueFullError:
-            self._rejected_full += 1
-            raise
+        queue_position = loop.scheduler.submit(request)
         loop.pump_soon()
         return self._streams.open(request, queue_position)
 
@@ -180,8 +173,6 @@ class Engine:
             max_total_tokens=geometry.num_slots * geometry.max_seq_len,
             num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
             counters=scheduler.counters,
-            rejected_full=self._rejected_full,
-            rejected_unavailable=self._rejected_unavailable,
             engine_silence_ns=loop.silence_ns,
         )
 

@@ -149,7 +149,5 @@ class Load:
     # Prompt tokens accepted and not yet computed, waiting requests included.
     num_pending_prefill_tokens: int
     counters: Counters
-    rejected_full: int
-    rejected_unavailable: int
     # Time since the last result while commands are outstanding or a recovery runs; 0 when idle.
     engine_silence_ns: int

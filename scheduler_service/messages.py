@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -15,7 +13,7 @@ from .errors import InvalidArgumentError
 from .generate_call import ChatInput, ChatMessage, GenerateCall, IdsInput, Input, TextInput
 from .model_files import ModelInfo
 from .request import FinishReason
-from .service import End, Generation, Update
+from .service import End, Generation, Rejections, Update
 
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -27,13 +25,6 @@ SLOT_STATES = {
     "prefill": pb.SLOT_STATE_PREFILL,
     "decode": pb.SLOT_STATE_DECODE,
 }
-
-
-class RejectedCounts(Protocol):
-    """Requests refused before the engine saw them."""
-
-    invalid: int
-    unavailable: int
 
 
 def refuse_unknown_fields(message: Message, path: str = "") -> None:
@@ -164,7 +155,7 @@ def workers(engine: EngineInfo) -> list[pb.WorkerInfo]:
     ]
 
 
-def load(view: Load, rejected: RejectedCounts) -> pb.GetLoadResponse:
+def load(view: Load, rejected: Rejections) -> pb.GetLoadResponse:
     counters = view.counters
     return pb.GetLoadResponse(
         num_running=view.num_running,
@@ -181,8 +172,8 @@ def load(view: Load, rejected: RejectedCounts) -> pb.GetLoadResponse:
             deadline=counters.deadline,
             error=counters.error,
             rejected_invalid=rejected.invalid,
-            rejected_full=view.rejected_full,
-            rejected_unavailable=view.rejected_unavailable + rejected.unavailable,
+            rejected_full=rejected.full,
+            rejected_unavailable=rejected.unavailable,
         ),
         num_prompt_tokens=counters.num_prompt_tokens,
         num_generated_tokens=counters.num_generated_tokens,

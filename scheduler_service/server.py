@@ -15,7 +15,7 @@ from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
 from .engine import EngineConfig
-from .errors import InvalidArgumentError, SlotwiseError
+from .errors import SlotwiseError
 from .request import FinishReason
 from .service import Generation, InferenceService
 from .status import CallContext, to_status
@@ -32,6 +32,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self, service: InferenceService, config: EngineConfig) -> None:
         self._service = service
         self._config = config
+        self._version = importlib.metadata.version("slotwise")
         self._started_ns = service.engine.now_ns()
 
     async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
@@ -116,12 +117,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline_ns = None
         if remaining_s is not None:
             deadline_ns = self._service.engine.now_ns() + int(remaining_s * 1e9)
-        try:
-            call = messages.generate_call(request)
-        except InvalidArgumentError:
-            self._service.rejections.invalid += 1
-            raise
-        return await self._service.begin(call, deadline_ns)
+        with self._service.rejections.counted():
+            return await self._service.begin(messages.generate_call(request), deadline_ns)
 
     async def _cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
         messages.refuse_unknown_fields(request)
@@ -153,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _server_info(self) -> pb.GetServerInfoResponse:
         info = self._service.engine.info()
         return pb.GetServerInfoResponse(
-            version=importlib.metadata.version("slotwise"),
+            version=self._version,
             num_slots=info.geometry.num_slots,
             max_seq_len=info.geometry.max_seq_len,
             max_queue_len=self._config.max_queue_len,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,9 @@ from .engine import Engine
 from .errors import (
     CorruptedError,
     DeadlineError,
+    DuplicateRequestError,
     InvalidArgumentError,
+    QueueFullError,
     UnavailableError,
     UnknownRequestError,
 )
@@ -154,10 +157,26 @@ def load_model(folder: Path, served_name: str) -> Model:
 
 @dataclass(slots=True)
 class Rejections:
-    """Requests refused before the engine saw them."""
+    """Requests refused before queueing, by reason."""
 
     invalid: int = 0
+    full: int = 0
     unavailable: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the refusal that the block raises, if it does."""
+        try:
+            yield
+        except (InvalidArgumentError, DuplicateRequestError):
+            self.invalid += 1
+            raise
+        except QueueFullError:
+            self.full += 1
+            raise
+        except UnavailableError:
+            self.unavailable += 1
+            raise
 
 
 class InferenceService:
@@ -195,18 +214,10 @@ class InferenceService:
         InvalidArgumentError, DuplicateRequestError, QueueFullError or UnavailableError.
         """
         arrival_ns = self.engine.now_ns()
-        try:
-            limits = self.limits()
-        except UnavailableError:
-            self.rejections.unavailable += 1
-            raise
-        try:
-            check_call(call, limits)
-            ids = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
-            request = make_request(call, ids, limits, arrival_ns, deadline_ns)
-        except InvalidArgumentError:
-            self.rejections.invalid += 1
-            raise
+        limits = self.limits()
+        check_call(call, limits)
+        ids = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
+        request = make_request(call, ids, limits, arrival_ns, deadline_ns)
         text = TextStream(
             self.model.tokenizer.detokenizer(at_text_start=call.is_chat),
             text_options(call, request),

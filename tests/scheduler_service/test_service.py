@@ -9,14 +9,16 @@ from tokenizer_files import write_model
 from scheduler_service.errors import (
     CorruptedError,
     DeadlineError,
+    DuplicateRequestError,
     InvalidArgumentError,
+    QueueFullError,
     UnavailableError,
     UnknownRequestError,
 )
 from scheduler_service.generate_call import GenerateCall, IdsInput
 from scheduler_service.request import FinishedEvent, FinishReason, Request, TokenEvent
 from scheduler_service.request_stream import RequestStream
-from scheduler_service.service import DEADLINE_SLACK_NS, InferenceService, load_model
+from scheduler_service.service import DEADLINE_SLACK_NS, InferenceService, Rejections, load_model
 
 
 @dataclass
@@ -176,11 +178,27 @@ async def test_a_request_carries_its_arrival_and_deadline(service, engine):
         assert request.max_new_tokens == 63
 
 
-async def test_refusals_are_counted_and_never_submitted(service, engine):
+async def test_refusals_are_never_submitted(service, engine):
     with pytest.raises(InvalidArgumentError):
         await service.begin(call(top_k=-2), None)
     engine.ready = False
     with pytest.raises(UnavailableError):
         await service.begin(call(), None)
-    assert (service.rejections.invalid, service.rejections.unavailable) == (1, 1)
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (InvalidArgumentError("top_k", "-2"), (1, 0, 0)),
+        (DuplicateRequestError("r"), (1, 0, 0)),
+        (QueueFullError("full", 1.0), (0, 1, 0)),
+        (UnavailableError("starting"), (0, 0, 1)),
+        (RuntimeError("a bug"), (0, 0, 0)),
+    ],
+)
+def test_refusals_are_counted(error, counts):
+    rejections = Rejections()
+    with pytest.raises(type(error)), rejections.counted():
+        raise error
+    assert (rejections.invalid, rejections.full, rejections.unavailable) == counts
