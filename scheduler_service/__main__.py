@@ -14,7 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 import uvloop
 
 from .config import Config, ConfigError, parse_arguments
-from .engine import EngineFailedError
+from .engine_types import EngineFailedError
 from .json_file import ModelFilesError
 from .logs import configure_logging
 from .process import Process

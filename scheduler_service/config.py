@@ -13,6 +13,8 @@ from .engine_types import EngineConfig
 DTYPES = ("auto", "float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+# Of gRPC, both ways. Texts of many MB fit; without a limit one call could fill the memory.
+MAX_MESSAGE_BYTES = 64 << 20
 
 
 class ConfigError(Exception):

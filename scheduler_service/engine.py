@@ -16,11 +16,8 @@ from .engine_types import (
     EngineFailedError,
     EngineInfo,
     EngineState,
-    Geometry,
     Load,
     LoadProgress,
-    SelfTestReport,
-    WorkerReport,
 )
 from .errors import GroupError, UnavailableError, UnknownRequestError
 from .limits import Counters
@@ -30,21 +27,6 @@ from .scheduler import Scheduler
 from .serve_loop import EngineBugError, ServeLoop
 from .slots import SlotView
 from .worker_group import NUM_WARM_UP_STEPS, GroupStarter, WorkerGroup
-
-__all__ = [
-    "Engine",
-    "EngineConfig",
-    "EngineFailedError",
-    "EngineInfo",
-    "EngineState",
-    "Geometry",
-    "Load",
-    "LoadProgress",
-    "RequestStream",
-    "SelfTestReport",
-    "SlotView",
-    "WorkerReport",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -134,9 +116,7 @@ class Engine:
         loop.pump_soon()
         return self._streams.open(request, queue_position)
 
-    def cancel(
-        self, request_id: str, reason: FinishReason = FinishReason.CANCELLED, message: str = ""
-    ) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a request in whatever phase; its stream gets the FinishedEvent at once.
 
         UnknownRequestError when none of that id waits or runs (it has ended already).
@@ -144,7 +124,7 @@ class Engine:
         if request_id not in self._streams:
             raise UnknownRequestError(f"no request of id {request_id!r} waits or runs")
         loop = self._started_loop()
-        self._streams.tell([loop.scheduler.cancel(request_id, reason, self.now_ns(), message)])
+        self._streams.tell([loop.scheduler.cancel(request_id, reason, self.now_ns())])
         loop.pump_soon()
 
     def stop_request(self, request_id: str, num_tokens: int) -> bool:

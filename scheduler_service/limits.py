@@ -15,15 +15,15 @@ class Limits:
     num_slots: int
     max_seq_len: int
     # Rows (tokens) of one forward, decode rows included.
-    max_step_tokens: int = 256
-    max_queue_len: int = 256
+    max_step_tokens: int
+    max_queue_len: int
     # Prompt tokens that may wait; 0: no bound.
-    max_queued_tokens: int = 0
+    max_queued_tokens: int
     # Commands that may be in flight. 1: no run-ahead.
-    max_outstanding: int = 2
+    max_outstanding: int
     # Decode steps in one command, and the time they should fill.
-    max_steps_per_command: int = 8
-    run_ahead_window_ns: int = 30_000_000
+    max_steps_per_command: int
+    run_ahead_window_ns: int
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_queue_len", "max_outstanding", "max_steps_per_command"):

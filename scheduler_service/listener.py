@@ -9,11 +9,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from .config import ConfigError, join_address
+from .config import MAX_MESSAGE_BYTES, ConfigError, join_address
 from .health import READINESS, HealthService
-
-# Both ways. Texts of many MB fit; without a limit one call could fill the memory.
-MAX_MESSAGE_BYTES = 64 << 20
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

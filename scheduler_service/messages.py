@@ -8,12 +8,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from slotwise.v1 import inference_pb2 as pb
 
-from .engine import EngineInfo, Load, SlotView
+from .engine_types import EngineInfo, Load
 from .errors import InvalidArgumentError
 from .generate_call import ChatInput, ChatMessage, GenerateCall, IdsInput, Input, TextInput
 from .model_files import ModelInfo
 from .request import FinishReason
 from .service import End, Generation, Rejections, Update
+from .slots import SlotView
 
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

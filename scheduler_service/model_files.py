@@ -50,8 +50,6 @@ class ModelInfo:
     architectures: tuple[str, ...]
     # Size of the logits; every token id is below it.
     vocab_size: int
-    # None: config.json does not say.
-    max_position_embeddings: int | None
     # Union of the end ids of tokenizer_config.json, config.json and generation_config.json, rising.
     end_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -88,7 +86,6 @@ def read_model_info(
         model_type=model_type,
         architectures=config.strings("architectures"),
         vocab_size=vocab_size,
-        max_position_embeddings=config.integer("max_position_embeddings", 1),
         end_token_ids=_end_token_ids(config, generation, tokenizer, vocab_size, token_id),
         bos_token_id=_bos_token_id(config, tokenizer, vocab_size, token_id),
         default_sampling=sampling,

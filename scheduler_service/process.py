@@ -13,7 +13,8 @@ from collections.abc import Coroutine, Iterator
 import grpc
 
 from .config import Config
-from .engine import Engine, EngineState, LoadProgress
+from .engine import Engine
+from .engine_types import EngineState, LoadProgress
 from .health import HealthService
 from .listener import bind, make_server
 from .server import add_inference

@@ -52,7 +52,6 @@ class Request:
     deadline_ns: int | None = None
 
     state: RequestState = RequestState.WAITING
-    arrival_number: int = -1
     slot: int = -1
     generated_token_ids: list[int] = field(default_factory=list)
     admitted_ns: int | None = None

@@ -14,7 +14,7 @@ _FIRST_GUESS_NS = 1_000_000_000
 
 
 class RequestQueue:
-    """Requests in order of arrival, numbered from 0. Push, pop and removal by id take O(1)."""
+    """Requests in order of arrival. Push, pop and removal by id take O(1)."""
 
     def __init__(self, max_len: int, max_tokens: int = 0) -> None:
         """At most max_len (at least 1) requests and, unless 0, max_tokens prompt tokens wait."""
@@ -26,7 +26,6 @@ class RequestQueue:
         self.max_tokens = max_tokens
         self.num_tokens = 0
         self._requests: OrderedDict[str, Request] = OrderedDict()
-        self._next_arrival_number = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -51,8 +50,6 @@ class RequestQueue:
                 f"{len(request.prompt_token_ids)}, the limit is {self.max_tokens}; retry later",
                 retry_after_s,
             )
-        request.arrival_number = self._next_arrival_number
-        self._next_arrival_number += 1
         self._requests[request.request_id] = request
         self.num_tokens = num_tokens
 

@@ -31,8 +31,6 @@ from .slots import Slot, SlotTable, SlotView
 from .step import Outstanding, PlannedRow, ResultError, RowResult, StepCommand, StepResult
 from .step_plan import StepPace, plan_rows
 
-__all__ = ["Limits", "ResultError", "Scheduler"]
-
 # Message and status of a request whose row is corrupted.
 _CORRUPTED = ("the model gave logits that are no numbers for this request", "INTERNAL")
 

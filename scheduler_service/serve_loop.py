@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 
 from .errors import GroupError, WorkerLostError
 from .request import Event
-from .scheduler import ResultError, Scheduler
+from .scheduler import Scheduler
+from .step import ResultError
 from .worker_group import WorkerGroup
 
 # Shortest timer; an event loop may fire a little early, and then looks again.

@@ -14,7 +14,7 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
-from .engine import EngineConfig
+from .engine_types import EngineConfig
 from .errors import SlotwiseError
 from .request import FinishReason
 from .service import Generation, InferenceService

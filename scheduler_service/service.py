@@ -27,7 +27,7 @@ from .request import Event, FinishedEvent, FinishReason, Request, TokenEvent
 from .request_stream import RequestStream
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
-from .validation import Limits, check_call, make_request, text_options
+from .validation import ModelLimits, check_call, make_request, text_options
 
 # A client's clock starts before ours: it gives up at its deadline, a little before we reach it.
 DEADLINE_SLACK_NS = 100_000_000
@@ -197,11 +197,11 @@ class InferenceService:
                 f"{self.model.info.name} says {own}; serve the same folder on both sides"
             )
 
-    def limits(self) -> Limits:
+    def limits(self) -> ModelLimits:
         """UnavailableError until the workers have reported their geometry."""
         geometry = self.engine.info().geometry
         info = self.model.info
-        return Limits(
+        return ModelLimits(
             vocab_size=info.vocab_size,
             max_seq_len=geometry.max_seq_len,
             end_token_ids=frozenset(info.end_token_ids),

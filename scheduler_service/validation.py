@@ -17,7 +17,7 @@ MAX_STOP_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """What a request must fit, and what it gets when it sets nothing."""
 
     vocab_size: int
@@ -26,7 +26,7 @@ class Limits:
     default_sampling: SamplingDefaults
 
 
-def check_call(call: GenerateCall, limits: Limits) -> None:
+def check_call(call: GenerateCall, limits: ModelLimits) -> None:
     """Everything that needs no prompt ids; InvalidArgumentError for the first thing wrong."""
     _check_request_id(call.request_id)
     _check_sampling(call)
@@ -42,7 +42,7 @@ def check_call(call: GenerateCall, limits: Limits) -> None:
 def make_request(
     call: GenerateCall,
     prompt_token_ids: list[int],
-    limits: Limits,
+    limits: ModelLimits,
     arrival_ns: int,
     deadline_ns: int | None,
 ) -> Request:
@@ -114,7 +114,7 @@ def _check_stops(call: GenerateCall, vocab_size: int) -> None:
             )
 
 
-def _sampling(call: GenerateCall, limits: Limits) -> Sampling:
+def _sampling(call: GenerateCall, limits: ModelLimits) -> Sampling:
     own = limits.default_sampling
     top_k = own.top_k if call.top_k is None else call.top_k
     return Sampling(
@@ -137,6 +137,6 @@ def _room(wanted: int | None, num_prompt: int, max_seq_len: int) -> int:
     return room if wanted is None else wanted
 
 
-def _end_token_ids(call: GenerateCall, limits: Limits) -> frozenset[int]:
+def _end_token_ids(call: GenerateCall, limits: ModelLimits) -> frozenset[int]:
     own = frozenset[int]() if call.ignore_eos else limits.end_token_ids
     return own | frozenset(call.stop_token_ids)

@@ -12,20 +12,19 @@ import grpc.aio
 from slotwise.worker.v1 import worker_pb2 as pb
 from slotwise.worker.v1 import worker_pb2_grpc as pb_grpc
 
+from .config import MAX_MESSAGE_BYTES
 from .engine_types import LoadProgress, WorkerConfigured
 from .errors import GroupError, SetupError, WorkerLostError
 from .step import StepResult
 from .worker_messages import Response, read_response
-
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 Deliver = Callable[[int, StepResult | GroupError], None]
 
 
 def _channel_options(address: str) -> list[tuple[str, int]]:
     options = [
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         # A channel of its own for each stream: no back-off is inherited from a worker's last life.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),

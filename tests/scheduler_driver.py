@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fakes import FakeWorker, Script, tokens_alone
+from scheduler_service.limits import Limits
 from scheduler_service.request import (
     Event,
     FinishedEvent,
@@ -15,10 +16,24 @@ from scheduler_service.request import (
     Sampling,
     TokenEvent,
 )
-from scheduler_service.scheduler import Limits, Scheduler
+from scheduler_service.scheduler import Scheduler
 from scheduler_service.step import PrefillChunk, StepCommand
 
 STEP_NS = 1_000_000
+
+
+def make_limits(**changes: int) -> Limits:
+    limits = {
+        "num_slots": 2,
+        "max_seq_len": 64,
+        "max_step_tokens": 8,
+        "max_queue_len": 256,
+        "max_queued_tokens": 0,
+        "max_outstanding": 2,
+        "max_steps_per_command": 8,
+        "run_ahead_window_ns": 30 * STEP_NS,
+    }
+    return Limits(**limits | changes)
 
 
 def make_request(

@@ -13,7 +13,8 @@ import grpc
 
 from fakes import FakeWorkerServer, Script
 from scheduler_service.config import Config
-from scheduler_service.engine import Engine, EngineConfig
+from scheduler_service.engine import Engine
+from scheduler_service.engine_types import EngineConfig
 from scheduler_service.health import HealthService
 from scheduler_service.listener import bind, make_server
 from scheduler_service.server import add_inference

@@ -11,7 +11,8 @@ import pytest
 from scheduler_driver import make_request
 
 from fakes import FakeWorkerServer, tokens_alone
-from scheduler_service.engine import Engine, EngineConfig, EngineFailedError, EngineState
+from scheduler_service.engine import Engine
+from scheduler_service.engine_types import EngineConfig, EngineFailedError, EngineState
 from scheduler_service.errors import (
     DuplicateRequestError,
     QueueFullError,

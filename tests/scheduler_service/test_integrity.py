@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_driver import Driver, make_request
+from scheduler_driver import Driver, make_limits, make_request
 
 from scheduler_service.integrity import IntegrityError
-from scheduler_service.limits import Limits
 from scheduler_service.request import RequestState
 
 
 @pytest.fixture
 def d():
-    driver = Driver(Limits(num_slots=2, max_seq_len=64, max_step_tokens=8))
+    driver = Driver(make_limits())
     for name in "abc":
         driver.submit(make_request(name, (1,) * 6, max_new_tokens=9))
     for _ in range(3):

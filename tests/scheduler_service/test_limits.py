@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-
-from scheduler_service.limits import Limits
+from scheduler_driver import make_limits
 
 
 @pytest.mark.parametrize(
@@ -19,13 +18,12 @@ from scheduler_service.limits import Limits
     ],
 )
 def test_a_limit_that_cannot_hold_is_named_with_its_value(field, value):
-    fields = {"num_slots": 4, "max_seq_len": 100, field: value}
     with pytest.raises(ValueError, match=rf"{field} is {value}|{field} .*{value}"):
-        Limits(**fields)
+        make_limits(**{"num_slots": 4, field: value})
 
 
 def test_the_least_limits():
-    limits = Limits(
+    limits = make_limits(
         num_slots=1,
         max_seq_len=2,
         max_step_tokens=1,

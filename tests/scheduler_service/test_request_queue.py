@@ -11,16 +11,15 @@ def push(queue, request_id, num_tokens=3, spare=0):
     queue.push(make_request(request_id, (1,) * num_tokens), spare, retry_after_s=1.5)
 
 
-def test_first_in_first_out_with_arrival_numbers():
+def test_first_in_first_out():
     queue = RequestQueue(10)
     for name in "abc":
         push(queue, name)
-    assert [request.arrival_number for request in queue] == [0, 1, 2]
+    assert [request.request_id for request in queue] == ["a", "b", "c"]
     assert queue.remove("b").request_id == "b"
     push(queue, "d")
     popped = [queue.pop() for _ in range(3)]
     assert [request.request_id for request in popped] == ["a", "c", "d"]
-    assert [request.arrival_number for request in popped] == [0, 2, 3]
     with pytest.raises(KeyError):
         queue.pop()
 

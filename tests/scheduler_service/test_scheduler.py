@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from scheduler_driver import STEP_NS, Driver, make_request
+from scheduler_driver import STEP_NS, Driver, make_limits, make_request
 
 from fakes import CORRUPTED
 from scheduler_service.errors import (
@@ -15,14 +15,12 @@ from scheduler_service.errors import (
     UnknownRequestError,
 )
 from scheduler_service.request import FinishReason, RequestState, Sampling
-from scheduler_service.scheduler import Limits, ResultError, Scheduler
-from scheduler_service.step import DecodeRow, PrefillChunk, RowResult
-
-LIMITS = Limits(num_slots=2, max_seq_len=64, max_step_tokens=8)
+from scheduler_service.scheduler import Scheduler
+from scheduler_service.step import DecodeRow, PrefillChunk, ResultError, RowResult
 
 
 def driver(script=None, **changes) -> Driver:
-    return Driver(dataclasses.replace(LIMITS, **changes), script)
+    return Driver(make_limits(**changes), script)
 
 
 def test_one_request_runs_to_its_limit():
@@ -395,7 +393,7 @@ def test_setup_carries_the_sampling():
 
 
 def test_cancel_of_an_unknown_request():
-    scheduler = Scheduler(LIMITS)
+    scheduler = Scheduler(make_limits())
     with pytest.raises(UnknownRequestError, match="'x'"):
         scheduler.cancel("x", FinishReason.CANCELLED, 0)
 

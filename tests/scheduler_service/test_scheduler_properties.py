@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_driver import STEP_NS, Driver, make_request
+from scheduler_driver import STEP_NS, Driver, make_limits, make_request
 
 from scheduler_service.errors import InvalidArgumentError, QueueFullError
 from scheduler_service.request import FinishReason, RequestState
-from scheduler_service.scheduler import Limits
 from scheduler_service.step import PrefillChunk
 
 VOCAB_SIZE = 12
@@ -54,7 +53,7 @@ class SchedulerLife(RuleBasedStateMachine):
         max_queue_len=st.integers(1, 6),
     )
     def begin(self, num_slots, budget, max_outstanding, max_steps, max_queue_len):
-        limits = Limits(
+        limits = make_limits(
             num_slots=num_slots,
             max_seq_len=40,
             max_step_tokens=num_slots + budget,
@@ -186,7 +185,7 @@ TestSchedulerLife = SchedulerLife.TestCase
 def simulate(num_requests: int, seed: int) -> Driver:
     """B42: random lengths, 30 % cancelled, 5 % late, 2 % invalid, 1 % with a lost worker."""
     rng = random.Random(seed)
-    limits = Limits(num_slots=8, max_seq_len=64, max_step_tokens=32, max_queue_len=64)
+    limits = make_limits(num_slots=8, max_step_tokens=32, max_queue_len=64)
     d = Driver(limits, vocab_size=VOCAB_SIZE)
     for index in range(num_requests):
         while len(d.scheduler.queue) >= limits.max_queue_len:

@@ -15,7 +15,8 @@ import pytest
 from scheduler_driver import make_request
 
 from fakes import tokens_alone
-from scheduler_service.engine import Engine, EngineConfig, EngineFailedError, EngineState
+from scheduler_service.engine import Engine
+from scheduler_service.engine_types import EngineConfig, EngineFailedError, EngineState
 from scheduler_service.request import TokenEvent
 from scheduler_service.supervisor import Supervisor, WorkerExitError, worker_command
 from scheduler_service.worker_group import WorkerGroup

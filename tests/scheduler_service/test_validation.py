@@ -8,10 +8,10 @@ import pytest
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.generate_call import GenerateCall, IdsInput
 from scheduler_service.sampling import SamplingDefaults
-from scheduler_service.validation import Limits, check_call, make_request, text_options
+from scheduler_service.validation import ModelLimits, check_call, make_request, text_options
 
 VOCAB = 512
-LIMITS = Limits(VOCAB, 100, frozenset({2, 7}), SamplingDefaults(0.6, 0.95, 20, 0.05))
+LIMITS = ModelLimits(VOCAB, 100, frozenset({2, 7}), SamplingDefaults(0.6, 0.95, 20, 0.05))
 
 
 def request(prompt=(1, 2, 3), **options):

@@ -6,8 +6,7 @@ import dataclasses
 import pytest
 
 from fakes import FakeWorkerServer
-from scheduler_service.engine import EngineConfig, Geometry, WorkerReport
-from scheduler_service.engine_types import WorkerConfigured
+from scheduler_service.engine_types import EngineConfig, Geometry, WorkerConfigured, WorkerReport
 from scheduler_service.errors import DigestMismatchError, SetupError, WorkerLostError
 from scheduler_service.step import RowResult, StepResult
 from scheduler_service.worker_group import warm_up_commands
