@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ class JsonFile:
     @classmethod
     def read(cls, path: Path) -> JsonFile:
         """ModelFilesError when the file is missing, no JSON, or no object."""
+        if path.exists() and not path.is_file():
+            raise ModelFilesError(f"{path}: not a file")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelFilesError(f"{path}: no such file; a checkpoint needs it") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ModelFilesError(f"{path}: cannot be read: {error}") from error
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelFilesError(f"{path}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelFilesError(f"{path}: holds a {type(values).__name__}, not an object")
@@ -59,11 +61,9 @@ class JsonFile:
         value = self.raw(key)
         if value is None:
             return None
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "a finite number")
+        if not -sys.float_info.max <= value <= sys.float_info.max:
             raise self.wrong(key, "a finite number")
         return float(value)
 
@@ -92,9 +92,14 @@ class JsonFile:
         value = self.raw(key)
         if isinstance(value, dict):
             value = value.get("content")
-        if value is not None and not isinstance(value, str):
+        if value is not None and not (isinstance(value, str) and is_unicode(value)):
             raise self.wrong(key, "a token's text")
         return value
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _is_integer(value: object) -> bool:

@@ -13,6 +13,9 @@ from .sampling import SamplingDefaults, check_min_p, check_temperature, check_to
 
 T = TypeVar("T", int, float)
 
+# An int32 in the API.
+MAX_TOP_K = (1 << 31) - 1
+
 SPECIAL_TOKEN_KEYS = (
     "bos_token",
     "eos_token",
@@ -176,6 +179,8 @@ def _sampling_defaults(file: JsonFile) -> tuple[SamplingDefaults, tuple[str, ...
     """
     own = SamplingDefaults()
     top_k = file.integer("top_k", at_least=-1)
+    if top_k is not None and top_k > MAX_TOP_K:
+        raise file.wrong("top_k", f"at most {MAX_TOP_K}")
     numbers = {key: file.number(key) for key in ("temperature", "top_p", "min_p")}
     merged = SamplingDefaults(
         temperature=_or(numbers["temperature"], own.temperature),

@@ -27,7 +27,7 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Reads tokenizer.json; ModelFilesError when it is missing, malformed or not supported."""
         file = JsonFile.read(path)
-        added = file.raw("added_tokens") or []
+        added = _added_tokens(file)
         self._markup = _build(path, file, added)
         self._plain = _build(path, file, [token for token in added if not _is_control(token)])
         controls = [token for token in added if _is_control(token)]
@@ -82,6 +82,21 @@ class Tokenizer:
                     f"{path}: the plain text {text!r} would still become the control id "
                     f"{self.token_id(text)}; users' text could not be kept from being markup"
                 )
+
+
+def _added_tokens(file: JsonFile) -> list[dict[str, Any]]:
+    added = file.raw("added_tokens") or []
+    if not isinstance(added, list) or not all(map(_is_token, added)):
+        raise file.wrong("added_tokens", "a list of tokens, each with an id and its content")
+    return added
+
+
+def _is_token(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("id"), int)
+        and isinstance(value.get("content"), str)
+    )
 
 
 def _is_control(token: dict[str, Any]) -> bool:

@@ -107,7 +107,6 @@ def main_bench(arguments: list[str]) -> int:
     )
     parser.add_argument("--steps-per-command", type=int, default=4)
     parser.add_argument("--threads", type=int, default=device.default_threads())
-    parser.add_argument("--json", action="store_true", help="accepted for symmetry: always JSON")
     parsed = parser.parse_args(arguments)
     if min(parsed.concurrency) < 1 or parsed.new_tokens < 2 or parsed.prompt_tokens < 1:
         raise ValueError("--concurrency and --prompt-tokens start at 1, --new-tokens at 2")
@@ -118,7 +117,7 @@ def main_bench(arguments: list[str]) -> int:
         epoch=1,
         num_slots=max(parsed.concurrency),
         max_seq_len=parsed.max_seq_len or longest,
-        weight_dtype=parsed.weight_dtype,
+        weight_dtype=parsed.dtype,
         kv_dtype=parsed.kv_dtype,
     )
     info = rank.configure(setup, lambda *_: None, lambda: False)
@@ -151,7 +150,6 @@ def main_plan(arguments: list[str]) -> int:
     parser.add_argument("--num-slots", type=int, default=8)
     parser.add_argument("--max-step-tokens", type=int, default=256)
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="accepted for symmetry: always JSON")
     parsed = parser.parse_args(arguments)
     checkpoint = open_checkpoint(parsed.model)
     setup = RankSetup(
@@ -159,7 +157,7 @@ def main_plan(arguments: list[str]) -> int:
         world_size=parsed.tp,
         num_slots=parsed.num_slots,
         max_seq_len=parsed.max_seq_len,
-        weight_dtype=parsed.weight_dtype,
+        weight_dtype=parsed.dtype,
         kv_dtype=parsed.kv_dtype,
         max_step_tokens=parsed.max_step_tokens,
     )
@@ -189,7 +187,7 @@ def main_plan(arguments: list[str]) -> int:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
     parser.add_argument("--max-seq-len", type=int, default=0, help="0: as needed")
-    parser.add_argument("--dtype", "--weight-dtype", dest="weight_dtype", default="auto")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
 
 

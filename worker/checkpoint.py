@@ -21,6 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 HEAD_NAME = "lm_head.weight"
 _MAX_NAMES_IN_ERROR = 6
+_MAX_FILE_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +136,22 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path.name} has no weight_map")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not _is_file_name(file):
             raise CheckpointError(
-                f"{path.name}: {tensor} is in {file!r}, which is no file name of this folder"
+                f"{path.name}: {tensor} is in {str(file)[:200]!r}, which is no file name of this folder"
             )
     return weight_map
 
 
+def _is_file_name(value: Any) -> bool:
+    if not isinstance(value, str) or Path(value).name != value or value in ("", ".", ".."):
+        return False
+    return len(value) <= _MAX_FILE_NAME
+
+
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: not a file")
     try:
         content = path.read_bytes()
         value = json.loads(content)

@@ -20,6 +20,8 @@ ARCHITECTURES = {
 }
 # What the attention kernels hold in registers and on the stack.
 MAX_HEAD_DIM = 256
+# Far above any model; tensor names are made for all layers before a weight file is opened.
+MAX_LAYERS = 4096
 _MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
@@ -60,7 +62,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     attention_bias = _flag(config, "attention_bias") if model_type != "qwen2" else False
     parsed = ModelConfig(
         model_type=model_type,
-        num_layers=positive_int(config, "num_hidden_layers"),
+        num_layers=_num_layers(config),
         hidden_size=hidden,
         intermediate_size=positive_int(config, "intermediate_size"),
         vocab_size=positive_int(config, "vocab_size"),
@@ -99,7 +101,7 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
 def _model_type(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     supported = ", ".join(ARCHITECTURES)
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(
             f"config.json: model_type {model_type!r} is not supported; supported: {supported}"
         )
@@ -109,7 +111,16 @@ def _model_type(config: Mapping[str, Any]) -> str:
             f"config.json: architectures {architectures!r} are not supported; model_type "
             f"{model_type} is served as {ARCHITECTURES[model_type]}"
         )
-    return str(model_type)
+    return model_type
+
+
+def _num_layers(config: Mapping[str, Any]) -> int:
+    layers = positive_int(config, "num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers {layers} is not supported; supported: 1 to {MAX_LAYERS}"
+        )
+    return layers
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -134,6 +145,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
     layer_types = config.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise CheckpointError(f"config.json: layer_types must be a list, not {layer_types!r}")
     others = sorted({str(kind) for kind in layer_types or [] if kind != "full_attention"})
     if others:
         raise CheckpointError(
@@ -142,6 +155,10 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
         )
     window = config.get("sliding_window")
     first_layer = config.get("max_window_layers", 28)
+    if isinstance(first_layer, bool) or not isinstance(first_layer, int):
+        raise CheckpointError(
+            f"config.json: max_window_layers must be an integer, not {first_layer!r}"
+        )
     slides = bool(config.get("use_sliding_window")) and window is not None
     if slides and layer_types is None and first_layer < positive_int(config, "num_hidden_layers"):
         raise CheckpointError(

@@ -32,6 +32,9 @@ _KEYS = {
         }
     ),
 }
+# Positions are int32. Any rope parameter outside of _NUMBERS would overflow, or mean nothing.
+_MAX_POSITIONS = (1 << 31) - 1
+_NUMBERS = (1e-9, 1e12)
 # "finetuned" says how the checkpoint came to be and changes nothing in the arithmetic.
 _COMMON_KEYS = {
     "rope_type",
@@ -70,7 +73,7 @@ def parse_rope(config: Mapping[str, Any]) -> RopeConfig:
     """The rotation of a decoded config.json, spelt rope_scaling or rope_parameters."""
     params = _parameters(config)
     kind = params.get("rope_type") or params.get("type") or "default"
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise CheckpointError(
             f"config.json: rope scaling {kind!r} is not supported; supported: {', '.join(_KEYS)}"
         )
@@ -81,6 +84,8 @@ def parse_rope(config: Mapping[str, Any]) -> RopeConfig:
         )
     _refuse_partial(params.get("partial_rotary_factor", config.get("partial_rotary_factor")))
     theta = _number(params, "rope_theta", config.get("rope_theta") or 10_000.0)
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta must be above 1, not {theta:g}")
     positions = _original_positions(params, config)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -204,8 +209,10 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def _original_positions(params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     key = "original_max_position_embeddings"
     value = config.get(key) or params.get(key) or config.get("max_position_embeddings")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be a positive integer, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_POSITIONS:
+        raise CheckpointError(
+            f"config.json: {key} must be an integer in [1, {_MAX_POSITIONS}], not {value!r}"
+        )
     return value
 
 
@@ -224,6 +231,9 @@ def _number(params: Mapping[str, Any], key: str, default: Any = None) -> float:
     value = params.get(key, default)
     if value is None:
         raise CheckpointError(f"config.json: the rope parameters have no {key!r}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: rope {key} must be a positive number, not {value!r}")
+    low, high = _NUMBERS
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise CheckpointError(
+            f"config.json: rope {key} must be a number in [{low:g}, {high:g}], not {value!r}"
+        )
     return float(value)

@@ -7,6 +7,7 @@ tensor name to its dtype, shape and byte range [a, b) of the data.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -75,9 +76,9 @@ def _parse(file: str, header: bytes) -> dict[str, StoredTensor]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"{', '.join(doubled)} stands there twice")
+        counts = Counter(name for name, _ in pairs)
+        doubled = min(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"{doubled!r} stands there twice")
     return entries
 
 

@@ -162,8 +162,8 @@ def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dic
         prompts = plan.work.prompts(served.model, max(plan.concurrency), seed=1)
         json.dump(prompts, prompts_file)
         prompts_file.flush()
-        command = [sys.executable, "-m", "worker", "bench", "--model", str(folder), "--json"]
-        command += ["--weight-dtype", worker.weight_dtype, "--kv-dtype", worker.kv_dtype]
+        command = [sys.executable, "-m", "worker", "bench", "--model", str(folder)]
+        command += ["--dtype", worker.weight_dtype, "--kv-dtype", worker.kv_dtype]
         command += ["--threads", str(worker.num_threads), "--new-tokens", str(plan.work.new_tokens)]
         command += ["--prompt-token-ids-json", prompts_file.name, "--concurrency", *rounds]
         answer = run_json(command)

@@ -58,7 +58,7 @@ def doctor(
         flags = server_flags(
             num_slots=num_slots,
             max_seq_len=max_seq_len,
-            weight_dtype=dtype,
+            dtype=dtype,
             kv_dtype=kv_dtype,
             tp=tp,
         )
