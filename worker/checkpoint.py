@@ -138,7 +138,8 @@ def _read_index(path: Path) -> dict[str, str]:
     for tensor, file in weight_map.items():
         if not _is_file_name(file):
             raise CheckpointError(
-                f"{path.name}: {tensor} is in {str(file)[:200]!r}, which is no file name of this folder"
+                f"{path.name}: {tensor} is in {str(file)[:200]!r}, "
+                "which is no file name of this folder"
             )
     return weight_map
 

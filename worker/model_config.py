@@ -93,8 +93,10 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
         value = default
     if value is None:
         raise CheckpointError(f"config.json has no {key!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be a positive integer, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
+        raise CheckpointError(
+            f"config.json: {key} must be a positive integer below 2^31, not {value!r}"
+        )
     return value
 
 
@@ -118,7 +120,8 @@ def _num_layers(config: Mapping[str, Any]) -> int:
     layers = positive_int(config, "num_hidden_layers")
     if layers > MAX_LAYERS:
         raise CheckpointError(
-            f"config.json: num_hidden_layers {layers} is not supported; supported: 1 to {MAX_LAYERS}"
+            f"config.json: num_hidden_layers {layers} is not supported; "
+            f"supported: 1 to {MAX_LAYERS}"
         )
     return layers
 

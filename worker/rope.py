@@ -32,8 +32,7 @@ _KEYS = {
         }
     ),
 }
-# Positions are int32. Any rope parameter outside of _NUMBERS would overflow, or mean nothing.
-_MAX_POSITIONS = (1 << 31) - 1
+# Rope parameters outside of these bounds would overflow, or mean nothing.
 _NUMBERS = (1e-9, 1e12)
 # "finetuned" says how the checkpoint came to be and changes nothing in the arithmetic.
 _COMMON_KEYS = {
@@ -209,9 +208,9 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def _original_positions(params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     key = "original_max_position_embeddings"
     value = config.get(key) or params.get(key) or config.get("max_position_embeddings")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_POSITIONS:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
         raise CheckpointError(
-            f"config.json: {key} must be an integer in [1, {_MAX_POSITIONS}], not {value!r}"
+            f"config.json: {key} must be a positive integer below 2^31, not {value!r}"
         )
     return value
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 from tokenizer_files import write_json, write_model
 
@@ -132,3 +134,32 @@ def test_broken_json(tmp_path):
     (tmp_path / "x.json").write_text('{"a": ')
     with pytest.raises(ModelFilesError, match=r"x.json: not valid JSON"):
         JsonFile.read(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "1" * 5000 + "}"])
+def test_json_that_python_cannot_hold(tmp_path, name, text):
+    (write_model(tmp_path) / name).write_text(text)
+    with pytest.raises(ModelFilesError, match="not valid JSON"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("generation_config.json", {"temperature": 10**400}),
+        ("generation_config.json", {"top_k": 1 << 31}),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}),
+    ],
+)
+def test_values_that_the_api_cannot_carry(tmp_path, name, change):
+    write_json(write_model(tmp_path) / name, change)
+    with pytest.raises(ModelFilesError, match=next(iter(change))):
+        read(tmp_path)
+
+
+def test_a_pipe_in_place_of_config_json_is_not_waited_for(tmp_path):
+    (write_model(tmp_path) / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelFilesError, match="not a file"):
+        read(tmp_path)

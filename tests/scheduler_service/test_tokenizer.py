@@ -91,3 +91,15 @@ def test_broken_files(tmp_path, content, words):
         Tokenizer(path)
     with pytest.raises(ModelFilesError, match="no such file"):
         Tokenizer(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "token", [5, {"id": 0}, {"id": "0", "content": "a"}, {"id": 0, "content": []}]
+)
+def test_added_tokens_that_are_none(tmp_path, token):
+    path = write_byte_level(tmp_path)
+    values = json.loads(path.read_text())
+    values["added_tokens"].append(token)
+    write_json(path, values)
+    with pytest.raises(ModelFilesError, match="added_tokens"):
+        Tokenizer(path)

@@ -225,3 +225,21 @@ def test_damaged_headers(tmp_path: Path, content: bytes) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     (folder / SINGLE_NAME).write_bytes(content)
     refused(folder, SINGLE_NAME)
+
+
+def test_a_header_with_very_many_doubled_names_is_refused_at_once(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    header = b"{" + b",".join(b'"name%d":1' % (i // 2) for i in range(200_000)) + b"}"
+    (folder / SINGLE_NAME).write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(folder, "'name0' stands there twice")
+
+
+def test_a_file_name_that_no_file_can_have(folder: Path) -> None:
+    edit_index(folder, lambda index: index.update({NORM: "x" * 5000}))
+    refused(folder, NORM, "no file name of this folder")
+
+
+def test_a_pipe_in_place_of_config_json_is_not_waited_for(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    refused(folder, "config.json: not a file")

@@ -85,3 +85,26 @@ def test_a_window_that_no_layer_uses_is_fine() -> None:
 def test_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         parse_model_config({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": ["llama"]},
+        {"model_type": {}},
+        {"layer_types": 5},
+        {"num_hidden_layers": 10**9},
+        {"vocab_size": 10**400},
+        {"rope_theta": 10**400},
+        {"rope_theta": 1},
+        {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 10**400}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e308}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}},
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 10**400}},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": "all"},
+    ],
+)
+def test_nonsense_is_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        parse_model_config({**LLAMA, **change})
