@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from slotwise.v1 import inference_pb2
@@ -41,7 +41,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def __init__(
         self,
         rank: Rank,
-        health: HealthServicer,
+        health: health_aio.HealthServicer,
         on_stuck: Callable[[str], None],
         release_timeout_s: float,
     ) -> None:
@@ -181,7 +181,7 @@ async def start_server(
     """
     device.refuse_live_socket(listen)
     server = grpc.aio.server(options=GRPC_OPTIONS)
-    health = HealthServicer()
+    health = health_aio.HealthServicer()
     servicer = WorkerServicer(rank, health, on_stuck, release_timeout_s)
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
