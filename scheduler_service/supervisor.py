@@ -55,6 +55,7 @@ class _WorkerProcess:
     def __init__(self, rank: int, process: asyncio.subprocess.Process) -> None:
         self.rank = rank
         self._process = process
+        self._is_ending = False
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._output = asyncio.create_task(self._forward_output(), name=f"worker {rank} output")
 
@@ -67,6 +68,7 @@ class _WorkerProcess:
 
     async def end(self, term_grace_s: float) -> None:
         """Ends the process: SIGTERM and term_grace_s to react (0: none), then SIGKILL."""
+        self._is_ending = True
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             if term_grace_s and self._process.returncode is None:
                 self._process.terminate()
@@ -89,13 +91,16 @@ class _WorkerProcess:
                 _log.warning("worker %d: dropped a line over %d bytes", self.rank, _MAX_LINE_BYTES)
                 continue
             if not line:
-                return
+                break
             text = line.decode(errors="replace").rstrip()
             self._last_lines.append(text)
             # Lines without a level, as those of a traceback, belong to the one before.
             if match := _LOG_LINE.fullmatch(text):
                 level, text = logging.getLevelNamesMapping()[match[1]], match[2]
             _worker_log.log(level, "worker %d: %s", self.rank, text)
+        code = await self._process.wait()
+        if not self._is_ending:
+            _log.error("worker %d: ended with exit code %d", self.rank, code)
 
 
 class Supervisor:

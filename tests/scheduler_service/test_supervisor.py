@@ -163,6 +163,19 @@ async def test_a_log_line_of_a_worker_keeps_its_level_and_not_its_time(caplog):
     ]
 
 
+async def test_an_end_of_its_own_is_logged_and_one_by_us_is_not(caplog):
+    supervisor = Supervisor(2, python_command("import time; time.sleep(1000)"))
+    try:
+        await supervisor.spawn()
+        os.kill(pids(supervisor)[1], signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            await supervisor.wait_exit()
+    finally:
+        await supervisor.stop()
+    lines = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert lines == ["worker 1: ended with exit code -9"]
+
+
 def test_the_command_of_a_worker():
     command = worker_command("/models/m", 2, 0)(1, "unix:/x.sock")
     assert command[1:5] == ["-m", "worker", "--listen", "unix:/x.sock"]
