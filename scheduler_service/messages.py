@@ -15,12 +15,17 @@ from .model_files import ModelInfo
 from .request import FinishReason
 from .service import End, Generation, Rejections, Update
 from .slots import SlotView
+from .validation import MAX_STOPS
 
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+# Far above any context. What is more would keep the event loop busy, and others waiting.
+MAX_MESSAGES = 1 << 14
+MAX_IDS = 1 << 22
+MAX_KWARGS_CHARS = 1 << 20
 SLOT_STATES = {
     "free": pb.SLOT_STATE_FREE,
     "prefill": pb.SLOT_STATE_PREFILL,
@@ -50,6 +55,9 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 
 def generate_call(request: pb.GenerateRequest) -> GenerateCall:
     """InvalidArgumentError for unknown fields, and for an input that is missing."""
+    _at_most(MAX_STOPS, len(request.stop), "stop", "stop strings")
+    _at_most(MAX_IDS, len(request.token_ids.ids), "token_ids.ids", "ids")
+    check_size(request.chat)
     refuse_unknown_fields(request)
     sampling = request.sampling
     return GenerateCall(
@@ -67,6 +75,19 @@ def generate_call(request: pb.GenerateRequest) -> GenerateCall:
         include_stop_in_output=request.include_stop_in_output,
         omit_text=request.omit_text,
     )
+
+
+def check_size(chat: pb.Chat) -> None:
+    """InvalidArgumentError for more than can be handled without making others wait."""
+    _at_most(MAX_MESSAGES, len(chat.messages), "chat.messages", "messages")
+    size = len(chat.template_kwargs_json)
+    _at_most(MAX_KWARGS_CHARS, size, "chat.template_kwargs_json", "characters")
+
+
+def token_ids(request: pb.DetokenizeRequest) -> tuple[int, ...]:
+    """InvalidArgumentError for too many."""
+    _at_most(MAX_IDS, len(request.token_ids), "token_ids", "ids")
+    return tuple(request.token_ids)
 
 
 def chat_input(chat: pb.Chat) -> ChatInput:
@@ -211,6 +232,11 @@ def _input(request: pb.GenerateRequest) -> Input:
         case "chat":
             return chat_input(request.chat)
     raise InvalidArgumentError("input", "is missing; set one of text, token_ids and chat")
+
+
+def _at_most(limit: int, count: int, field: str, what: str) -> None:
+    if count > limit:
+        raise InvalidArgumentError(field, f"{count} {what}; at most {limit} are accepted")
 
 
 def _join(path: str, name: str) -> str:

@@ -17,6 +17,11 @@ T = TypeVar("T")
 
 # Up to here the work takes about a millisecond, less than a thread's round trip is worth.
 INLINE_CHARS = 4096
+# Rendering a message costs about as much as this many characters.
+MESSAGE_CHARS = 64
+# Tokenizing takes about 100 bytes of memory a character: big texts are read one at a time.
+BIG_CHARS = 1 << 18
+MAX_CHARS = 1 << 23
 SERVER_VARIABLES = ("messages", "add_generation_prompt")
 
 
@@ -31,6 +36,7 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._controls = control_pattern(tokenizer.control_texts)
         self._special = control_pattern(tokenizer.special_texts)
+        self._one_big = asyncio.Semaphore(1)
 
     async def prompt(self, source: Input, max_tokens: int) -> list[int]:
         """Prompt ids, at least one and at most max_tokens, all in the vocabulary.
@@ -59,7 +65,8 @@ class PromptReader:
 
     async def tokenize(self, text: str, parse_control_tokens: bool) -> list[int]:
         """Ids of a raw text, with the checkpoint's frame around it."""
-        ids = await _in_thread_if_big(
+        _check_chars(len(text), "text")
+        ids = await self._in_thread_if_big(
             len(text),
             lambda: self._tokenizer.encode(
                 text, parse_control_tokens=parse_control_tokens, add_special_tokens=True
@@ -85,9 +92,11 @@ class PromptReader:
         content = "".join(message.content or "" for message in chat.messages)
         if max_tokens is not None:
             self._refuse_huge(content, max_tokens, "chat.messages")
-        size = len(content) + len(chat.template_kwargs_json)
+        typed = len(content) + sum(len(message.role) for message in chat.messages)
+        _check_chars(typed, "chat.messages")
+        size = typed + MESSAGE_CHARS * len(chat.messages) + len(chat.template_kwargs_json)
         try:
-            text, ids = await _in_thread_if_big(size, lambda: self._render(chat, variables))
+            text, ids = await self._in_thread_if_big(size, lambda: self._render(chat, variables))
         except RecursionError:
             raise InvalidArgumentError("chat.template_kwargs_json", "is nested too deep") from None
         self.check_ids(ids, "chat")
@@ -95,7 +104,7 @@ class PromptReader:
 
     async def decode(self, token_ids: tuple[int, ...], keep_control_tokens: bool) -> str:
         self.check_ids(token_ids, "token_ids")
-        return await _in_thread_if_big(
+        return await self._in_thread_if_big(
             len(token_ids),
             lambda: self._tokenizer.decode(token_ids, keep_control_tokens=keep_control_tokens),
         )
@@ -142,6 +151,14 @@ class PromptReader:
             text = normal
         return typed.hide(text, controls)
 
+    async def _in_thread_if_big(self, size: int, work: Callable[[], T]) -> T:
+        if size <= INLINE_CHARS:
+            return work()
+        if size <= BIG_CHARS:
+            return await asyncio.to_thread(work)
+        async with self._one_big:
+            return await asyncio.to_thread(work)
+
     def _refuse_huge(self, text: str, max_tokens: int, field: str) -> None:
         if self._tokenizer.surely_exceeds(text, max_tokens):
             raise InvalidArgumentError(
@@ -150,8 +167,9 @@ class PromptReader:
             )
 
 
-async def _in_thread_if_big(size: int, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if size > INLINE_CHARS else work()
+def _check_chars(count: int, field: str) -> None:
+    if count > MAX_CHARS:
+        raise InvalidArgumentError(field, f"{count} characters; at most {MAX_CHARS} are accepted")
 
 
 def _variables(text: str) -> dict[str, Any]:
@@ -161,6 +179,8 @@ def _variables(text: str) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
+        # Escapes can spell half of a surrogate pair, which is no text.
+        json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(field, f"not valid JSON: {error}") from error
     if not isinstance(values, dict):

@@ -135,10 +135,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         messages.refuse_unknown_fields(request)
         reader = self._service.model.reader
-        text = await reader.decode(tuple(request.token_ids), request.keep_control_tokens)
+        ids = messages.token_ids(request)
+        text = await reader.decode(ids, request.keep_control_tokens)
         return pb.DetokenizeResponse(text=text)
 
     async def _render_chat(self, request: pb.RenderChatRequest) -> pb.RenderChatResponse:
+        messages.check_size(request.chat)
         messages.refuse_unknown_fields(request)
         chat = messages.chat_input(request.chat)
         text, ids = await self._service.model.reader.render_chat(chat)

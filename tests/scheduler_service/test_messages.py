@@ -137,3 +137,31 @@ def test_a_matched_string_and_no_match():
 def test_a_delta():
     delta = messages.delta(Update(5, (1, 2), "ab"))
     assert (delta.first_token_index, list(delta.token_ids), delta.text) == (5, [1, 2], "ab")
+
+
+@pytest.mark.parametrize(
+    ("field", "limit", "request_"),
+    [
+        ("stop", 16, pb.GenerateRequest(text="a", stop=["a"] * 17)),
+        (
+            "chat.messages",
+            1 << 14,
+            pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * ((1 << 14) + 1))),
+        ),
+        (
+            "chat.template_kwargs_json",
+            1 << 20,
+            pb.GenerateRequest(chat=pb.Chat(template_kwargs_json=" " * ((1 << 20) + 1))),
+        ),
+        (
+            "token_ids.ids",
+            1 << 22,
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * ((1 << 22) + 1))),
+        ),
+    ],
+)
+def test_long_lists_are_refused_by_their_length(field, limit, request_):
+    """Before anything is done with their items, which would make other calls wait."""
+    with pytest.raises(InvalidArgumentError, match=f"{(limit + 1)} .* at most {limit}") as caught:
+        messages.generate_call(request_)
+    assert caught.value.field == field

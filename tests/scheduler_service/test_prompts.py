@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizer_files import write_json, write_model
 
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.generate_call import ChatInput, ChatMessage, IdsInput, TextInput
-from scheduler_service.prompts import INLINE_CHARS
+from scheduler_service.prompts import INLINE_CHARS, MAX_CHARS
 from scheduler_service.service import Model, load_model
 from slotwise_cli.demo_model import ensure_demo_model
 
@@ -190,3 +191,30 @@ async def test_an_empty_rendering_is_refused(tmp_path):
     model = load_model(write_model(tmp_path, template="{{ messages[0].content }}"), "")
     with pytest.raises(InvalidArgumentError, match="chat: is empty"):
         await model.reader.prompt(chat(("user", "")), 10)
+
+
+@pytest.mark.parametrize(
+    "source", [TextInput("q" * (MAX_CHARS + 1)), chat(("r" * (MAX_CHARS + 1), ""))]
+)
+async def test_texts_too_big_to_be_read_beside_others(model, source):
+    with pytest.raises(InvalidArgumentError, match=f"at most {MAX_CHARS} "):
+        await model.reader.prompt(source, 1 << 30)
+
+
+@pytest.mark.parametrize("messages", [[("r" * 5000, "")], [("user", "")] * 2000])
+async def test_big_chats_are_rendered_off_the_event_loop(model, monkeypatch, messages):
+    """Whatever it is that makes them big."""
+    threads = []
+    render = model.reader._render
+    monkeypatch.setattr(
+        model.reader,
+        "_render",
+        lambda *a: (threads.append(threading.current_thread()), render(*a))[1],
+    )
+    await model.reader.render_chat(chat(*messages))
+    assert threads[0] is not threading.main_thread()
+
+
+async def test_half_a_surrogate_pair_is_no_text(model):
+    with pytest.raises(InvalidArgumentError, match="template_kwargs_json: not valid JSON"):
+        await model.reader.render_chat(chat(("user", "x"), template_kwargs_json='{"a": "\\ud800"}'))
