@@ -126,12 +126,7 @@ class Scheduler:
 
     def expire(self, now_ns: int) -> list[Event]:
         """Ends every request whose deadline is at or before now. Call it before `plan_step`."""
-        return [
-            self._finish(
-                self.requests[request_id], FinishReason.DEADLINE, now_ns, message="deadline passed"
-            )
-            for request_id in self._deadlines.due(now_ns)
-        ]
+        return [self._expire(self.requests[i], now_ns) for i in self._deadlines.due(now_ns)]
 
     def plan_step(self, now_ns: int) -> StepCommand | None:
         """The next command, to be sent to every rank; None when there is nothing to send now."""
@@ -265,6 +260,13 @@ class Scheduler:
             if token_id in request.end_token_ids:
                 return token_id
         return None
+
+    def _expire(self, request: Request, now_ns: int) -> FinishedEvent:
+        message = (
+            f"the deadline passed {(now_ns - request.arrival_ns) / 1e9:.1f} s after it came, "
+            f"with {len(request.generated_token_ids)} of {request.max_new_tokens} tokens generated"
+        )
+        return self._finish(request, FinishReason.DEADLINE, now_ns, message=message)
 
     def _finish(
         self,

@@ -27,7 +27,7 @@ STDLIB_ONLY = {
     "step_plan",
 }
 PROTO_BORDER = {
-    "scheduler_service": {"server", "listener", "messages", "worker_link", "worker_messages"},
+    "scheduler_service": {"server", "messages", "worker_link", "worker_messages"},
     "worker": {"server"},
 }
 NATIVE_USERS = {"attention", "decoder", "device", "sampler", "self_test", "weights"}

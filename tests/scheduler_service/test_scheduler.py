@@ -244,7 +244,11 @@ def test_b12_deadline_in_prefill_and_decode():
         assert end.reason is FinishReason.DEADLINE
         total_ns = end.queue_ns + end.prefill_ns + end.decode_ns
         assert total_ns <= (at + 1) * STEP_NS
-    assert 0 < len(d.told["decode"].tokens) < 100
+    num_tokens = len(d.told["decode"].tokens)
+    assert 0 < num_tokens < 100
+    assert d.told["decode"].end.message == (
+        f"the deadline passed 0.1 s after it came, with {num_tokens} of 100 tokens generated"
+    )
 
 
 def test_a_request_past_its_deadline_is_not_started():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -236,13 +235,11 @@ def test_absent_rank_is_named() -> None:
 
 
 def test_rendezvous_can_be_cancelled() -> None:
-    started = time.monotonic()
     for rank in (0, 1):
         cancelled = threading.Event()
         threading.Timer(0.2, cancelled.set).start()
         with pytest.raises(SetupCancelledError):
             join_group(rank, 2, free_address(), 300.0, cancelled.is_set)
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:0", "host:99999"])

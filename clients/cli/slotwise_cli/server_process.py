@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -38,8 +37,6 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], log: LogSink) -> None:
         self._process = subprocess.Popen(
             command,
-            # gRPC's own remarks on forks and lost connections are no news to the user.
-            env={"GRPC_VERBOSITY": "ERROR", **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
