@@ -263,7 +263,7 @@ class Scheduler:
 
     def _expire(self, request: Request, now_ns: int) -> FinishedEvent:
         message = (
-            f"the deadline passed {(now_ns - request.arrival_ns) / 1e9:.1f} s after it came, "
+            f"the deadline passed after {(now_ns - request.arrival_ns) / 1e9:.1f} s, "
             f"with {len(request.generated_token_ids)} of {request.max_new_tokens} tokens generated"
         )
         return self._finish(request, FinishReason.DEADLINE, now_ns, message=message)

@@ -247,7 +247,7 @@ def test_b12_deadline_in_prefill_and_decode():
     num_tokens = len(d.told["decode"].tokens)
     assert 0 < num_tokens < 100
     assert d.told["decode"].end.message == (
-        f"the deadline passed 0.1 s after it came, with {num_tokens} of 100 tokens generated"
+        f"the deadline passed after 0.1 s, with {num_tokens} of 100 tokens generated"
     )
 
 
