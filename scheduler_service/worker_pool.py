@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .engine_types import EngineConfig, EngineInfo, LoadProgress, WorkerConfigured
-from .errors import DigestMismatchError, GroupError, SetupError
+from .errors import DigestMismatchError, GroupError, SetupError, WorkerLostError
 from .step import StepCommand, StepResult
 from .worker_link import WorkerLink
 from .worker_messages import configure_message, step_message
@@ -77,6 +77,16 @@ class StepAgreement:
         return step[0]
 
 
+def check_tokens(result: StepResult, vocab_size: int) -> None:
+    """WorkerLostError for a token outside the vocabulary: sent back to a rank, it would be refused
+    for ever."""
+    worst = max((token_id for row in result.rows for token_id in row.token_ids), default=0)
+    if worst >= vocab_size:
+        raise WorkerLostError(
+            0, f"sampled token id {worst} in step {result.step_id}; ids are below {vocab_size}"
+        )
+
+
 def is_local(address: str) -> bool:
     """Whether the worker at this address runs on this host."""
     return address.startswith(("unix:", *_LOCAL_HOSTS))
@@ -111,6 +121,8 @@ class WorkerPool:
         self._arrived: asyncio.Queue[tuple[int, StepResult | GroupError]] = asyncio.Queue()
         self._agreement = StepAgreement(len(addresses), epoch)
         self._error: GroupError | None = None
+        # Known once the ranks are configured.
+        self._vocab_size = 0
         self._links = [
             WorkerLink(rank, address, self._deliver) for rank, address in enumerate(addresses)
         ]
@@ -138,7 +150,9 @@ class WorkerPool:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-        return agree_on_setup(self._config, self._epoch, configured)
+        info = agree_on_setup(self._config, self._epoch, configured)
+        self._vocab_size = info.geometry.vocab_size
+        return info
 
     def send(self, command: StepCommand) -> None:
         """Sends a command to every rank; never waits."""
@@ -159,6 +173,8 @@ class WorkerPool:
                 if isinstance(arrived, GroupError):
                     raise arrived
                 result = self._agreement.add(rank, arrived)
+                if result is not None:
+                    check_tokens(result, self._vocab_size)
             except GroupError as error:
                 self._error = error
                 raise

@@ -241,6 +241,17 @@ async def test_an_aborted_step_restarts_the_group(tmp_path):
         assert head + await read_rest(stream, len(head)) == tokens_alone(request)
 
 
+async def test_a_token_outside_the_vocabulary_is_not_released(tmp_path, caplog):
+    async with running(tmp_path) as rig:
+        request = make_request("a", (1, 2), 150)
+        stream = rig.engine.submit(request)
+        head = await read_some(stream, 3)
+        rig.workers[0].worker.script = lambda tokens: 1000
+        await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
+        assert "token id 1000" in caplog.text
+        assert head + await read_rest(stream, len(head)) == tokens_alone(request)
+
+
 async def test_results_of_an_old_epoch_are_dropped(tmp_path):
     async with running(tmp_path, worker_timeout_s=0.3) as rig:
         rig.workers[0].wrong_epoch = True
