@@ -1,4 +1,5 @@
-"""`python -m scheduler_service --model DIR`: exit 0 after a drain, 1 when it cannot start."""
+"""`python -m scheduler_service --model DIR`: exit 0 after a drain, 1 when it cannot start, 2 for
+settings that cannot be."""
 
 from __future__ import annotations
 
@@ -24,6 +25,10 @@ def main() -> int:
     """Errors of the set-up go to standard error as one `error:` paragraph."""
     try:
         config = parse_arguments()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
         configure_logging(config.log_level, config.log_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(config))

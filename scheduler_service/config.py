@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from .engine_types import EngineConfig
 
@@ -46,7 +47,7 @@ class Config:
                 "host is empty; 127.0.0.1 is this machine only, 0.0.0.0 every network"
             )
         _check_range("port", self.port, 0, 65535)
-        _check_seconds("grace_s", self.grace_s, 0)
+        _check_seconds("grace", self.grace_s, 0)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_engine(self.engine)
@@ -85,11 +86,11 @@ def _check_engine(engine: EngineConfig) -> None:
     _check_range("max_outstanding", engine.max_outstanding, 1, 16)
     _check_range("max_steps_per_command", engine.max_steps_per_command, 1, 1024)
     _check_range("run_ahead_window_ns", engine.run_ahead_window_ns, 0, 10**10)
-    _check_range("num_threads", engine.num_threads, 0, 4096)
+    _check_range("threads", engine.num_threads, 0, 4096)
     _check_choice("dtype", engine.weight_dtype, DTYPES)
     _check_choice("kv_dtype", engine.kv_dtype, DTYPES)
-    _check_seconds("worker_timeout_s", engine.worker_timeout_s, 0.001)
-    _check_seconds("recovery_timeout_s", engine.recovery_timeout_s, 0)
+    _check_seconds("worker_timeout", engine.worker_timeout_s, 0.001)
+    _check_seconds("recovery_timeout", engine.recovery_timeout_s, 0)
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
@@ -108,7 +109,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
-    """SystemExit on words that are not understood, ConfigError on values that cannot be."""
+    """ConfigError on words that are not understood and on values that cannot be."""
     given = _parser().parse_args(arguments)
     workers = tuple(address for address in given.workers.split(",") if address)
     engine = EngineConfig(
@@ -147,9 +148,14 @@ def _step_tokens(given: int | None, num_slots: int) -> int:
     return max(EngineConfig().max_step_tokens, num_slots) if given is None else given
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
 def _parser() -> argparse.ArgumentParser:
     own = Config(model_dir=Path(), engine=EngineConfig(model_dir="."))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m scheduler_service",
         description="Serves a checkpoint over gRPC (slotwise.v1.Inference).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

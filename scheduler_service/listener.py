@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import grpc
@@ -59,6 +60,6 @@ async def _check_port(host: str, port: int) -> None:
             probe.bind(place)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(
-            f"cannot listen on {address}: {reason}; choose another --port (0 is any free one)"
-        ) from error
+        if error.errno == errno.EADDRINUSE:
+            reason += "; choose another --port (0 is any free one)"
+        raise ConfigError(f"cannot listen on {address}: {reason}") from error

@@ -59,8 +59,8 @@ def test_many_slots_widen_the_step_unless_it_is_given():
         ({"max_outstanding": 0}, "max_outstanding is 0"),
         ({"weight_dtype": "int4"}, "dtype is 'int4'; one of auto, float32, bfloat16"),
         ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
-        ({"worker_timeout_s": 0.0}, "worker_timeout_s is 0"),
-        ({"recovery_timeout_s": float("nan")}, "recovery_timeout_s is nan"),
+        ({"worker_timeout_s": 0.0}, "worker_timeout is 0"),
+        ({"recovery_timeout_s": float("nan")}, "recovery_timeout is nan"),
     ],
 )
 def test_engine_settings_that_cannot_be(changes, words):
@@ -74,7 +74,7 @@ def test_engine_settings_that_cannot_be(changes, words):
     [
         ({"host": ""}, "host is empty"),
         ({"port": 65536}, "port is 65536; 0 to 65535"),
-        ({"grace_s": -1.0}, "grace_s is -1"),
+        ({"grace_s": -1.0}, "grace is -1"),
         ({"log_level": "loud"}, "log_level is 'loud'"),
         ({"log_format": "xml"}, "log_format is 'xml'"),
     ],
@@ -83,6 +83,12 @@ def test_process_settings_that_cannot_be(changes, words):
     with pytest.raises(ConfigError) as caught:
         replace(CONFIG, **changes)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [["--dtype", "float16"], ["--slots", "3"], ["--port", "x"]])
+def test_words_that_are_not_understood(words):
+    with pytest.raises(ConfigError, match=words[0]):
+        parse_arguments(["--model", "m", *words])
 
 
 def test_addresses():

@@ -48,6 +48,12 @@ async def test_an_unknown_host_is_named(server):
         await bind(server, "203.0.113.7", 5)
 
 
+async def test_another_port_is_no_cure_for_a_wrong_host(server):
+    with pytest.raises(ConfigError) as caught:
+        await bind(server, "203.0.113.7", 0)
+    assert "--port" not in str(caught.value)
+
+
 async def test_reflection_lists_all_services(server):
     address = await bind(server, "127.0.0.1", 0)
     await server.start()
