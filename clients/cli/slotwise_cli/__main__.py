@@ -4,6 +4,8 @@
 """
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -21,15 +23,32 @@ def build_app() -> typer.Typer:
     """All commands."""
     app = typer.Typer(
         name="slotwise",
-        help="Serve a language model over gRPC, and talk to it.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_options)
     for command in (serve, generate, chat, demo, doctor):
         app.command()(command)
     app.add_typer(bench, name="bench")
     return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print("slotwise", metadata.version("slotwise"))
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve a language model over gRPC, and talk to it."""
 
 
 def main() -> None:
@@ -38,6 +57,9 @@ def main() -> None:
         build_app()()
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:  # a full disk under a redirected stdout, say
+        Output(as_json=False).error(str(error))
+        sys.exit(1)
     except (CliError, SlotwiseError) as error:
         Output(as_json=False).error(error.message)
         sys.exit(exit_code(error))

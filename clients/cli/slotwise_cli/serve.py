@@ -56,7 +56,14 @@ def serve(
     grace: Annotated[
         float | None, typer.Option(help="Seconds that running requests get after SIGTERM [30].")
     ] = None,
+    worker_timeout: Annotated[
+        float | None, typer.Option(help="Seconds of silence until a worker is replaced [30].")
+    ] = None,
+    recovery_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that streams wait for new workers [60].")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""
@@ -74,15 +81,19 @@ def serve(
         threads=threads,
         served_name=served_name,
         grace=grace,
+        worker_timeout=worker_timeout,
+        recovery_timeout=recovery_timeout,
         log_level=log_level,
+        log_format=log_format,
     )
     with output.progress() as report:
         folder = model_folder(model, report)
     server = ServerProcess(scheduler_command(folder, flags), _log_to_stderr)
     with _forwarding_signals(server):
         ready = _follow_until_ready(server, output)
-        if ready is not None:
-            _announce(ready, time.monotonic() - started, output)
+        if ready is None:
+            return
+        _announce(ready, time.monotonic() - started, output)
         for event in server.events():
             if as_json:
                 output.json(event)

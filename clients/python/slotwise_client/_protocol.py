@@ -82,7 +82,10 @@ def chat_message(chat: Chat) -> pb.Chat:
     if chat.template_kwargs is not None:
         message.template_kwargs_json = json.dumps(dict(chat.template_kwargs))
     for turn in chat.messages:
-        message.messages.add(role=turn.role, content=turn.content)
+        added = message.messages.add()
+        _set(added, "role", turn.role, "chat.messages.")
+        if turn.content is not None:
+            _set(added, "content", turn.content, "chat.messages.")
     return message
 
 
@@ -95,7 +98,7 @@ def detokenize_request(token_ids: Sequence[int], keep_control_tokens: bool) -> p
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        _set(request, "text", prompt)
     elif isinstance(prompt, Chat):
         request.chat.CopyFrom(chat_message(prompt))
     else:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,8 @@ def test_a_prompt_from_stdin_is_taken_whole(slotwise, served, monkeypatch):
     ("words", "code", "message"),
     [
         (["generate", "x", "--chat", "y"], 2, "not both"),
+        (["generate", "\udcff"], 4, "text: '\\udcff' is not possible"),
+        (["generate", "--chat", "\udcff"], 4, "chat.messages.content: "),
         (["generate", "x", "--system", "y"], 2, "--system belongs to --chat"),
         (["generate", "x", "--server", "127.0.0.1:1"], 3, "127.0.0.1:1"),
         (["chat", "--server", "127.0.0.1:1"], 3, "127.0.0.1:1"),
@@ -82,6 +85,18 @@ def test_errors_are_one_line(slotwise, words, code, message):
     assert done.err.count("\n") == 1
     assert done.err.startswith("error: ")
     assert message in done.err
+
+
+def test_a_full_disk_is_one_line(served):
+    command = [sys.executable, "-m", "slotwise_cli", "generate", "x", "--server", served.address]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_the_version_is_told(slotwise):
+    assert re.fullmatch(r"slotwise \d+\.\d+\.\d+\n", slotwise("--version").out)
 
 
 def test_a_refused_request_has_its_own_status_and_no_output(slotwise, served):

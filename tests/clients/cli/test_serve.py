@@ -88,6 +88,27 @@ def test_a_taken_port_is_one_clear_line(checkpoint):
     assert port in errors[0]
 
 
+def test_settings_that_cannot_be_are_wrong_usage_in_one_line(checkpoint):
+    server = start(str(checkpoint), "--dtype", "float16")
+    out, err = server.communicate(timeout=TIMEOUT_S)
+    assert (server.returncode, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "--dtype: invalid choice: 'float16'" in err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_it_is_ready_ends_it(checkpoint, signum):
+    server = start(str(checkpoint), "--port", "0")
+    try:
+        server.stderr.readline()  # the first stage of loading
+        server.send_signal(signum)
+        out, _ = server.communicate(timeout=TIMEOUT_S)
+    finally:
+        server.kill()
+        server.wait()
+    assert (server.returncode, out) == (0, "")
+
+
 def test_no_such_folder(slotwise):
     done = slotwise("serve", "/no/such/model")
     assert (done.code, done.out) == (1, "")
