@@ -32,6 +32,22 @@ def python_command(code):
     return lambda _rank, _address: [sys.executable, "-c", code]
 
 
+def one_that_ends(rank, _address):
+    """Rank 0 stays, rank 1 ends by itself."""
+    code = "import time; time.sleep(1000)" if rank == 0 else "raise SystemExit(7)"
+    return [sys.executable, "-c", code]
+
+
+async def until_exit(supervisor):
+    """Spawns, waits for the first end of a process, and stops the others."""
+    try:
+        await supervisor.spawn()
+        async with asyncio.timeout(PATIENCE_S):
+            return await supervisor.wait_exit()
+    finally:
+        await supervisor.stop()
+
+
 def pids(supervisor):
     return [process._process.pid for process in supervisor._processes]
 
@@ -93,19 +109,9 @@ async def test_a_worker_that_ends_while_starting_is_fatal_with_its_last_words():
 
 
 async def test_wait_exit_names_the_rank():
-    def command(rank, _address):
-        code = "import time; time.sleep(1000)" if rank == 0 else "raise SystemExit(7)"
-        return [sys.executable, "-c", code]
-
-    supervisor = Supervisor(2, command)
-    try:
-        await supervisor.spawn()
-        async with asyncio.timeout(PATIENCE_S):
-            error = await supervisor.wait_exit()
-        assert isinstance(error, WorkerExitError)
-        assert "worker 1 ended with exit code 7: it said nothing" in str(error)
-    finally:
-        await supervisor.stop()
+    error = await until_exit(Supervisor(2, one_that_ends))
+    assert isinstance(error, WorkerExitError)
+    assert "worker 1 ended with exit code 7: it said nothing" in str(error)
 
 
 async def test_a_worker_deaf_to_sigterm_is_killed(monkeypatch):
@@ -127,13 +133,7 @@ async def test_a_worker_deaf_to_sigterm_is_killed(monkeypatch):
 async def test_output_goes_to_the_log_line_by_line(caplog):
     caplog.set_level("INFO")
     code = "import sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr)"
-    supervisor = Supervisor(1, python_command(code))
-    try:
-        await supervisor.spawn()
-        async with asyncio.timeout(PATIENCE_S):
-            await supervisor.wait_exit()
-    finally:
-        await supervisor.stop()
+    await until_exit(Supervisor(1, python_command(code)))
     lines = [record.message for record in caplog.records if record.name == "slotwise.worker"]
     assert lines == ["worker 0: to stdout", "worker 0: to stderr"]
 
@@ -147,13 +147,7 @@ async def test_a_log_line_of_a_worker_keeps_its_level_and_not_its_time(caplog):
         "Traceback (most recent call last):",
         f"{time} WARNING worker.rank: not read: a",
     ]
-    supervisor = Supervisor(1, python_command(f"print({chr(10).join(said)!r})"))
-    try:
-        await supervisor.spawn()
-        async with asyncio.timeout(PATIENCE_S):
-            await supervisor.wait_exit()
-    finally:
-        await supervisor.stop()
+    await until_exit(Supervisor(1, python_command(f"print({chr(10).join(said)!r})")))
     lines = [(r.levelname, r.message) for r in caplog.records if r.name == "slotwise.worker"]
     assert lines == [
         ("INFO", "worker 0: worker: listening"),
@@ -164,16 +158,9 @@ async def test_a_log_line_of_a_worker_keeps_its_level_and_not_its_time(caplog):
 
 
 async def test_an_end_of_its_own_is_logged_and_one_by_us_is_not(caplog):
-    supervisor = Supervisor(2, python_command("import time; time.sleep(1000)"))
-    try:
-        await supervisor.spawn()
-        os.kill(pids(supervisor)[1], signal.SIGKILL)
-        async with asyncio.timeout(PATIENCE_S):
-            await supervisor.wait_exit()
-    finally:
-        await supervisor.stop()
+    await until_exit(Supervisor(2, one_that_ends))
     lines = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert lines == ["worker 1: ended with exit code -9"]
+    assert lines == ["worker 1: ended with exit code 7"]
 
 
 def test_the_command_of_a_worker():
