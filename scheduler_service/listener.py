@@ -18,9 +18,11 @@ OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A second server on the same port is an error, not a partner.
     ("grpc.so_reuseport", 0),
-    # A client whose machine vanished is noticed within 40 s, and its slots are freed.
+    # A client that vanished, or stands still, is noticed within 40 s, and its slots are freed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Without it an unanswered ping is waited for a minute, whatever the keepalive says.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     # Clients may ping every 10 s, also when no call is open.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -34,6 +34,7 @@ def _channel_options(address: str) -> list[tuple[str, int]]:
     if not address.startswith("unix:"):
         # A host that vanishes closes nothing; pings find out.
         options += [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+        options.append(("grpc.http2.ping_timeout_ms", 5_000))
     return options
 
 

@@ -283,7 +283,9 @@ def test_rebuild_continues_with_the_same_tokens(lost_after):
     for _ in range(lost_after):
         d.step()
     d.plan()
+    before = {slot: seat.generation for slot, seat in d.scheduler.seats.items()}
     d.lose_worker()
+    assert all(seat.generation > before[slot] for slot, seat in d.scheduler.seats.items())
     d.scheduler.check_integrity()
     d.run()
     for index in range(4):
