@@ -204,10 +204,10 @@ def test_a_second_signal_ends_at_once(model, worker):
         assert running.end() == 0
 
 
-def failed_start(*flags: str) -> str:
+def failed_start(*flags: str, status: int = 1) -> str:
     """Standard error of a start that fails."""
     with program("-m", "scheduler_service", *flags) as running:
-        assert running.end() == 1
+        assert running.end() == status
         error = "".join(running.log)
     assert "Traceback" not in error
     assert "error: " in error
@@ -223,7 +223,8 @@ def test_starts_that_fail_say_why(model, tmp_path):
         assert f"127.0.0.1:{port}: Address already in use" in error
     missing = os.path.join(tmp_path, "missing")
     assert missing in failed_start("--model", missing, "--workers", "unix:/x", "--port", "0")
-    assert "num_slots is 0" in failed_start("--model", str(model), "--num-slots", "0")
+    error = failed_start("--model", str(model), "--num-slots", "0", status=2)
+    assert "num-slots is 0" in error
 
 
 def test_workers_of_another_model_are_refused(tmp_path, worker):
