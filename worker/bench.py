@@ -148,7 +148,7 @@ def main_plan(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker plan")
     _add_model_arguments(parser)
     parser.add_argument("--num-slots", type=int, default=8)
-    parser.add_argument("--max-step-tokens", type=int, default=256)
+    parser.add_argument("--max-step-tokens", type=int, help="default: 256, or num-slots if more")
     parser.add_argument("--tp", type=int, default=1)
     parsed = parser.parse_args(arguments)
     checkpoint = open_checkpoint(parsed.model)
@@ -159,7 +159,7 @@ def main_plan(arguments: list[str]) -> int:
         max_seq_len=parsed.max_seq_len,
         weight_dtype=parsed.dtype,
         kv_dtype=parsed.kv_dtype,
-        max_step_tokens=parsed.max_step_tokens,
+        max_step_tokens=parsed.max_step_tokens or max(256, parsed.num_slots),
     )
     limits = resolve_limits(checkpoint, setup)
     plans = [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
@@ -62,8 +63,12 @@ def doctor(
             kv_dtype=kv_dtype,
             tp=tp,
         )
-        plan = _plan(model, flags)
-        findings += _plan_findings(plan)
+        folder = model_folder(model, report_nothing)
+        try:
+            plan = _plan(folder, flags)
+            findings += _plan_findings(plan)
+        except CliError as error:
+            findings.append(Finding("plan", False, error.message))
     findings += _server(server)
     if as_json:
         output.json({"findings": [asdict(finding) for finding in findings], "plan": plan})
@@ -140,8 +145,7 @@ def _demo_model() -> Finding:
     return Finding("demo model", None, "not here", "`slotwise serve demo` gets it")
 
 
-def _plan(model: str, flags: list[str]) -> dict[str, Any]:
-    folder = model_folder(model, report_nothing)
+def _plan(folder: Path, flags: list[str]) -> dict[str, Any]:
     return run_json([sys.executable, "-m", "worker", "plan", "--model", str(folder), *flags])
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from checkpoints import make_checkpoint
 from slotwise_cli import doctor as doctor_module
 
 
@@ -67,6 +68,20 @@ def test_a_folder_that_is_not_there_is_named(slotwise):
     done = slotwise("doctor", "/no/such/model")
     assert done.code == 1
     assert "/no/such/model" in done.err
+
+
+def test_a_model_that_cannot_be_planned_is_a_fault_beside_the_others(slotwise, tmp_path):
+    done = slotwise("doctor", str(tmp_path), "--json", "--server", "127.0.0.1:1")
+    assert done.code == 1
+    found = findings(done)
+    assert "config.json" in found["plan"]["state"]
+    assert found["Python"]["ok"]
+
+
+def test_many_slots_are_planned(slotwise, tmp_path):
+    make_checkpoint(tmp_path / "tiny", "llama")
+    done = slotwise("doctor", str(tmp_path / "tiny"), "--json", "--num-slots", "300")
+    assert "300 slots x" in findings(done)["plan, rank 0"]["state"]
 
 
 def test_an_address_without_a_port_is_wrong_usage(slotwise):
