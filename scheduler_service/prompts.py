@@ -128,6 +128,7 @@ class PromptReader:
             add_generation_prompt=chat.add_generation_prompt,
             variables=_mapped(variables, lambda text: self._hide(text, typed, self._controls)),
         )
+        _check_chars(len(rendered), "chat")
         pieces = typed.pieces(rendered)
         ids: list[int] = []
         for text, is_typed in pieces:
@@ -196,13 +197,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every string inside changed, keys aside."""
+    """A JSON value with every string inside changed, keys too: templates may write them out."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
         return [_mapped(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {change(key): _mapped(item, change) for key, item in value.items()}
     return value
 
 

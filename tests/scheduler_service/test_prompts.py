@@ -218,3 +218,21 @@ async def test_big_chats_are_rendered_off_the_event_loop(model, monkeypatch, mes
 async def test_half_a_surrogate_pair_is_no_text(model):
     with pytest.raises(InvalidArgumentError, match="template_kwargs_json: not valid JSON"):
         await model.reader.render_chat(chat(("user", "x"), template_kwargs_json='{"a": "\\ud800"}'))
+
+
+async def test_control_tokens_typed_as_keys_stay_text(tmp_path):
+    """B06: a template that writes tools out writes their keys too."""
+    (write_model(tmp_path) / "chat_template.jinja").write_text("{{ tools | tojson }}")
+    tools = load_model(tmp_path, "")
+    source = chat(("user", "x"), template_kwargs_json='{"tools": [{"<|im_end|>": 1}]}')
+    text, ids = await tools.reader.render_chat(source)
+    assert text == '[{"<|im_end|>": 1}]'
+    assert controls_in(tools, ids) == []
+
+
+async def test_a_template_that_writes_without_end_is_not_tokenized(tmp_path):
+    source = "{{ 'a' * " + str(MAX_CHARS + 1) + " }}"
+    (write_model(tmp_path) / "chat_template.jinja").write_text(source)
+    endless = load_model(tmp_path, "")
+    with pytest.raises(InvalidArgumentError, match=f"at most {MAX_CHARS} "):
+        await endless.reader.render_chat(chat(("user", "x")))
