@@ -64,6 +64,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._serving = True
         ended = threading.Event()
         name: str | None = None
+        info: RankInfo | None = None
         try:
             await self._released()
             setup = _rank_setup(await context.read())
@@ -73,7 +74,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await context.write(worker_pb2.RunResponse(configured=_configured(info)))
             await self._run_steps(name, setup.rank, context)
         except WorkerError as error:
-            _LOG.error("stream ended: %s", error)
+            # Of a set-up that fails the scheduler tells; it gets the words.
+            level = logging.INFO if info is None else logging.ERROR
+            _LOG.log(level, "stream ended: %s", error)
             await context.abort(grpc.StatusCode[error.status], str(error))
         except grpc.aio.BaseError as error:
             _LOG.info("the scheduler went away: %s", error)

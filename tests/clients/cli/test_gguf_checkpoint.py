@@ -117,7 +117,7 @@ def test_a_whole_file_becomes_a_hugging_face_folder(tiny_gguf, tmp_path):
     path, tensors = tiny_gguf
     folder = tmp_path / "out"
     folder.mkdir()
-    convert_llama(path, folder, report_nothing)
+    convert_llama(path, folder, {"temperature": 0.2}, report_nothing)
     weights = load_file(folder / "model.safetensors")
     assert len(weights) == len(tensors)
     for name, value in tensors.items():
@@ -130,6 +130,8 @@ def test_a_whole_file_becomes_a_hugging_face_folder(tiny_gguf, tmp_path):
     assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-5, 10000.0)
     assert config["tie_word_embeddings"] is True
     assert config["eos_token_id"] == 2
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["temperature"]) == (2, 0.2)
     tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
     assert tokenizer_config["eos_token"] == "<|im_end|>"
     assert tokenizer_config["chat_template"] == "{{ messages[0]['content'] }}"

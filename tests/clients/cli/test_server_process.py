@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+from slotwise_cli import server_process
 from slotwise_cli.output import CliError
 from slotwise_cli.server_process import ServerProcess
 
@@ -52,7 +53,7 @@ def test_the_words_of_the_child_become_the_error():
 
 
 def test_a_crash_without_words_is_told_with_its_status():
-    with pytest.raises(CliError, match="status 7: it printed nothing") as caught:
+    with pytest.raises(CliError, match="status 7; its last words: it printed nothing") as caught:
         child("sys.exit(7)").wait_ready(lambda *_: None)
     assert caught.value.exit_code == 7
 
@@ -119,3 +120,29 @@ sys.stdin.read()
     parent.wait()
     assert select.select([watch], [], [], 30)[0], "the child outlived its parent"
     os.close(watch)
+
+
+def test_sigterm_ends_the_server_too(monkeypatch, tmp_path):
+    ended = tmp_path / "ended"
+    script = f"""
+        import json, pathlib, signal, sys
+        def end(*_):
+            pathlib.Path({str(ended)!r}).write_text("")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        print(json.dumps({{"event": "ready", "address": "here:1"}}), flush=True)
+        while True:
+            signal.pause()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    monkeypatch.setattr(server_process, "scheduler_command", lambda model, flags: command)
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit) as caught,
+        server_process.running_server(tmp_path, [], lambda *_: None) as address,
+    ):
+        assert address == "here:1"
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert ended.exists()
+    assert signal.getsignal(signal.SIGTERM) is before
