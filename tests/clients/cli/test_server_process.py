@@ -137,12 +137,13 @@ def test_sigterm_ends_the_server_too(monkeypatch, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(script)]
     monkeypatch.setattr(server_process, "scheduler_command", lambda model, flags: command)
     before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(SystemExit) as caught,
-        server_process.running_server(tmp_path, [], lambda *_: None) as address,
-    ):
-        assert address == "here:1"
-        os.kill(os.getpid(), signal.SIGTERM)
+
+    def be_ended() -> None:
+        with server_process.running_server(tmp_path, [], lambda *_: None):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        be_ended()
     assert caught.value.code == 128 + signal.SIGTERM
     assert ended.exists()
     assert signal.getsignal(signal.SIGTERM) is before
