@@ -61,8 +61,14 @@ def main() -> None:
         Output(as_json=False).error(str(error))
         sys.exit(1)
     except (CliError, SlotwiseError) as error:
-        Output(as_json=False).error(error.message)
+        Output(as_json=False).error(error.message + _advice(error))
         sys.exit(exit_code(error))
+
+
+def _advice(error: CliError | SlotwiseError) -> str:
+    if isinstance(error, UnavailableError) and error.message.startswith("no answer from"):
+        return "; `slotwise serve demo` starts a server"
+    return ""
 
 
 def exit_code(error: CliError | SlotwiseError) -> int:
