@@ -6,14 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
-from slotwise_client import Client
+from slotwise_client import Client, UnavailableError
 
 from .demo_model import ensure_demo_model
 from .output import CliError, Output, Report
@@ -93,7 +93,9 @@ def serve(
         ready = _follow_until_ready(server, output)
         if ready is None:
             return
-        _announce(ready, time.monotonic() - started, output)
+        # A server that was told to end in this moment answers no more; its status follows.
+        with suppress(UnavailableError):
+            _announce(ready, time.monotonic() - started, output)
         for event in server.events():
             if as_json:
                 output.json(event)
