@@ -36,7 +36,8 @@ class EngineConfig:
     max_step_tokens: int = 256
     max_outstanding: int = 2
     max_steps_per_command: int = 8
-    run_ahead_window_ns: int = 30_000_000
+    # On a CPU the scheduler takes its time from the workers' cores, some 2 ms a command.
+    run_ahead_window_ns: int = 40_000_000
     # Time for a worker to listen, the import of its libraries included.
     connect_timeout_s: float = 60.0
     # Silence of a worker, while a message of it is due, after which the group is restarted.

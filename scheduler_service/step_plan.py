@@ -25,10 +25,11 @@ class StepPace:
         self.step_ns = step_ns if self.step_ns == 0 else (3 * self.step_ns + step_ns) // 4
 
     def num_steps(self) -> int:
-        """Steps that fill the window; 1 until something was measured."""
+        """Steps whose time is nearest to the window, at least 1; 1 until something was measured."""
         if self.step_ns == 0:
             return 1
-        return max(1, min(self._max_steps, self._window_ns // self.step_ns))
+        nearest = (self._window_ns + self.step_ns // 2) // self.step_ns
+        return max(1, min(self._max_steps, nearest))
 
 
 @dataclass(slots=True)
