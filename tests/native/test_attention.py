@@ -235,3 +235,4 @@ def test_no_rows(ops: _native.CpuOps) -> None:
     ops.rope_append(qkv, None, None, 0.0, tables, tables, none, none, cache, cache.clone())
     ops.decode_attention(qkv, cache, cache.clone(), none, none, 1.0, out)
     ops.prefill_attention(qkv, cache, cache.clone(), 0, 4, 1.0, out)
+    assert not cache.any()
