@@ -125,7 +125,7 @@ void rope_append(CpuOps& ops, const Array& qkv_array, const std::optional<Array>
   params.cache = cache_params(op, k_cache, v_cache);
   params.num_q_heads = query_heads(op, qkv, params.cache);
   set_head_norms(op, q_norm, k_norm, params);
-  if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
+  check_eps(op, eps);
   check_shape(op, "cos", cos, {cos.shape(0), params.cache.head_dim / 2});
   check_shape(op, "sin", sin, {cos.shape(0), params.cache.head_dim / 2});
   check_rows(op, slots, positions, qkv.shape(0), params.cache);

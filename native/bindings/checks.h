@@ -70,6 +70,10 @@ DType dtype_of(const View& array) {
   return array.is_bfloat16() ? DType::kBFloat16 : DType::kFloat32;
 }
 
+inline void check_eps(const char* op, float eps) {
+  if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
+}
+
 inline void check_range(const char* op, const char* name, const Ints& values, int64_t limit) {
   for (int64_t i = 0; i < values.shape(0); ++i) {
     const int64_t value = values.data()[i];

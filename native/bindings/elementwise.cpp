@@ -7,10 +7,6 @@ using namespace nb::literals;
 
 namespace {
 
-void check_eps(const char* op, float eps) {
-  if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
-}
-
 template <typename X>
 NormParams norm_params(const char* op, const X& x, const Vector& weight, float eps,
                        const OutMatrix& out) {

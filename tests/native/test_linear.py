@@ -98,7 +98,7 @@ def test_strided_input_and_bias(ops: _native.CpuOps, generator: torch.Generator)
 
 
 def test_no_rows(ops: _native.CpuOps) -> None:
-    run(ops, torch.zeros(0, 4), ops.pack(torch.ones(3, 4)))
+    assert run(ops, torch.zeros(0, 4), ops.pack(torch.ones(3, 4))).shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

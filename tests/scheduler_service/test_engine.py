@@ -192,10 +192,12 @@ async def read_rest(stream, num_known):
 
 async def test_a_worker_that_dies_while_idle_is_noticed(tmp_path):
     async with running(tmp_path) as rig:
+        before = rig.engine.info().epoch
         await rig.workers[0].die()
         await rig.until_state(EngineState.RECOVERING)
         await rig.workers[0].start()
         await rig.until_state(EngineState.READY)
+        assert rig.engine.info().epoch > before
 
 
 async def test_b35_a_wedged_worker_is_noticed(tmp_path):
