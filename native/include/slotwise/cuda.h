@@ -1,4 +1,17 @@
+// The operators on an NVIDIA GPU: what each is given, and how it is launched. No CUDA header is
+// needed to read this one.
+//
+// Letters as in params.h. All pointers are to device memory unless said. Activations, weights, keys
+// and values are of one type, `dtype`; the residual, norms, rotation tables and logits are float32.
+// An operator only puts its kernels on the stream. A position of -1 marks an idle row: it reads
+// nothing and its outputs are zeros.
 #pragma once
+
+#include <cstdint>
+
+#include "slotwise/params.h"
+
+struct CUstream_st;
 
 namespace slotwise {
 
@@ -7,4 +20,168 @@ int cuda_device_count();
 
 inline bool cuda_available() { return cuda_device_count() > 0; }
 
+namespace cuda {
+
+using Stream = CUstream_st*;
+
+// Attention keeps one state for each tile of positions, at absolute multiples of the tile's size,
+// and folds the states in the order of the positions: alike in prefill and decode.
+constexpr int kAttentionTile = 128;
+
+// The most rows of the matrix product that streams the weights; more rows go to a library.
+constexpr int kMaxLinearRows = 16;
+
+// out[t] = weight[token_ids[t] - first_id], zeros for an id outside [0, N).
+struct EmbedParams {
+  const int32_t* token_ids;  // [T]
+  int64_t num_rows;
+  const void* weight;  // [N, H], contiguous
+  DType dtype;
+  int64_t n;
+  int64_t first_id;
+  int64_t hidden;
+  float* out;  // [T, H], contiguous
+};
+void embed(const EmbedParams& params, Stream stream);
+
+// residual += delta where delta is given; out = residual / sqrt(mean(residual^2) + eps) * weight.
+struct NormParams {
+  float* residual;      // [T, H], contiguous
+  const void* delta;    // [T, H] or null, contiguous
+  const float* weight;  // [H]
+  float eps;
+  int64_t num_rows;
+  int64_t hidden;
+  DType dtype;
+  void* out;  // [T, H], contiguous
+};
+void rms_norm(const NormParams& params, Stream stream);
+
+// out[t, i] = silu(gate_up[t, 2 i]) * gate_up[t, 2 i + 1]: gate and up rows of the weight alternate.
+struct SiluParams {
+  const void* gate_up;  // [T, 2 I], contiguous
+  int64_t num_rows;
+  int64_t inner;  // I
+  DType dtype;
+  void* out;  // [T, I], contiguous
+};
+void silu_mul(const SiluParams& params, Stream stream);
+
+// x[t, n] += bias[n], rounded once.
+struct BiasParams {
+  void* x;            // [T, N], contiguous
+  const float* bias;  // [N]
+  int64_t num_rows;
+  int64_t n;
+  DType dtype;
+};
+void add_bias(const BiasParams& params, Stream stream);
+
+// out[t, n] = sum over k of x[t, k] * weight[n, k], added up along k in steps of 16 in order, in
+// float32, and rounded once; the same bits as a library's product without split-K. 16-bit types.
+struct LinearParams {
+  const void* x;       // [T, K], x[t * x_stride + k], T <= kMaxLinearRows
+  int64_t x_stride;
+  int64_t num_rows;    // T
+  const void* weight;  // [N, K], weight[n * weight_stride + k]
+  int64_t weight_stride;
+  int64_t n;
+  int64_t k;
+  DType dtype;
+  void* out;  // [T, N], out[t * out_stride + n]; [T, N / 2] when gated
+  int64_t out_stride;
+  bool float32_out;  // out is float32 and not rounded (logits)
+  // out[t, i] = silu(y[2 i]) * y[2 i + 1] of the product's rounded outputs y, as silu_mul gives it.
+  bool gated;
+};
+// Whether `linear` takes this size on this device: compute capability 9.0 or newer, 16-bit types,
+// N a multiple of 8, K of 64, T <= kMaxLinearRows.
+bool linear_supported(int64_t num_rows, int64_t n, int64_t k, DType dtype);
+void linear(const LinearParams& params, Stream stream);
+
+// What both phases of attention are given. Q is the first H_q D columns of qkv, then K, then V.
+struct AttentionInput {
+  void* qkv;  // [T, (H_q + 2 H_kv) D], contiguous
+  int64_t num_rows;
+  int64_t num_q_heads;
+  const float* q_norm;  // [D] or null
+  const float* k_norm;  // [D] or null
+  float eps;
+  const float* cos;  // [P, D / 2], contiguous
+  const float* sin;
+  float scale;
+  CacheParams cache;  // dtype as qkv
+  void* out;          // [T, H_q D], contiguous
+};
+
+// One row per slot, T = S: row t is slot t at positions[t] (-1: idle). Normalises and rotates q and
+// k, appends k and v to the cache, then attends [0, positions[t]]. qkv is not changed.
+struct DecodeAttentionParams {
+  AttentionInput input;
+  const int32_t* positions;  // [S]
+  float* states;             // decode_attention_workspace(...) bytes
+  int32_t* counters;         // [S * H_kv], zero before and after
+};
+int64_t decode_attention_workspace(int64_t num_slots, int64_t num_positions, int64_t num_q_heads,
+                                   int64_t head_dim);
+void decode_attention(const DecodeAttentionParams& params, Stream stream);
+
+// A chunk of one slot: row t is position start + t. Normalises and rotates q in place and appends
+// k and v (rope_append), then attends [0, start + t] (prefill_attention).
+struct ChunkParams {
+  AttentionInput input;
+  int64_t slot;
+  int64_t start;
+};
+void rope_append(const ChunkParams& params, Stream stream);
+void prefill_attention(const ChunkParams& params, Stream stream);
+
+// The slot table on the device: what a decode step reads and changes without the host. [S] each.
+struct SlotTable {
+  int32_t num_slots;
+  int32_t vocab;
+  int32_t* last_token;
+  int32_t* length;      // tokens in the cache
+  int32_t* active;      // 1 while it may decode
+  int32_t* scheduled;   // 1 where the present command lists it
+  int32_t* row_token;     // last_token of rows that decode in the next step, else -1
+  int32_t* row_position;  // length of these, else -1
+  int32_t* max_len;
+  uint32_t* end_ids;  // [S, ceil(V / 32)], bit id % 32 of word id / 32
+  float* temperature;
+  int32_t* top_k;
+  float* top_p;
+  float* min_p;
+  int64_t* seed;
+  // Results: row (counter % ring_rows) of ring [ring_rows, S], in host memory: a token id, -1 for a
+  // corrupted row, -2 for a slot that did not take part. stamps [ring_rows, 2]: the device's clock
+  // in ns at the start (embed of the slot table) and at the end of the step.
+  int32_t* ring;
+  uint64_t* stamps;
+  int32_t ring_rows;
+  uint32_t* counter;  // one
+};
+
+// row_token and row_position from scheduled, active, last_token and length.
+void begin_command(const SlotTable& table, Stream stream);
+
+// embed of row_token; also stamps the start of the step.
+void embed_slots(const SlotTable& table, const EmbedParams& params, Stream stream);
+
+// Draws a token for each row of logits [B, V] and puts it into the slot table and the ring: the slot
+// stops at an end id, at max_len, or where its logits are corrupted. Ends with begin_command's work
+// for the next step, and counter + 1.
+struct SampleParams {
+  const float* logits;  // [B, V], logits[b * stride + v]
+  int64_t logits_stride;
+  int64_t num_rows;
+  // [B] or null. Null: decode, row b is slot b, rows with row_position -1 take no part, and the
+  // lengths of the others grow by one. Else the last rows of prompts; lengths stay as they are.
+  const int32_t* slots;
+  void* workspace;  // sample_workspace bytes, zero before the first use
+};
+int64_t sample_workspace(int64_t num_rows, int64_t vocab);
+void sample(const SlotTable& table, const SampleParams& params, Stream stream);
+
+}  // namespace cuda
 }  // namespace slotwise

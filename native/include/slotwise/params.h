@@ -8,7 +8,7 @@
 
 namespace slotwise {
 
-enum class DType : int32_t { kFloat32, kBFloat16 };
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
 // Outputs of a matrix product that lie side by side in a packed weight.
 constexpr int64_t kPanelWidth = 32;

@@ -1,6 +1,6 @@
-#include <cuda_runtime_api.h>
+#include <vector>
 
-#include "slotwise/cuda.h"
+#include "launch.cuh"
 
 namespace slotwise {
 
@@ -9,4 +9,26 @@ int cuda_device_count() {
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
+namespace cuda {
+
+const DeviceInfo& device_info() {
+  static const std::vector<DeviceInfo> infos = [] {
+    std::vector<DeviceInfo> found(static_cast<size_t>(cuda_device_count()));
+    for (size_t i = 0; i < found.size(); ++i) {
+      const int device = static_cast<int>(i);
+      const auto read = [&](int& value, cudaDeviceAttr attribute) {
+        check(cudaDeviceGetAttribute(&value, attribute, device), "reading a device's properties");
+      };
+      read(found[i].major, cudaDevAttrComputeCapabilityMajor);
+      read(found[i].minor, cudaDevAttrComputeCapabilityMinor);
+      read(found[i].num_sms, cudaDevAttrMultiProcessorCount);
+    }
+    return found;
+  }();
+  int device = 0;
+  check(cudaGetDevice(&device), "finding the current device");
+  return infos.at(static_cast<size_t>(device));
+}
+
+}  // namespace cuda
 }  // namespace slotwise
