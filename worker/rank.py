@@ -31,13 +31,27 @@ from worker.weights import ModelWeights, load_weights
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_SEQ_LEN = 4096
 
+
+@dataclass(frozen=True, slots=True)
+class DevicePace:
+    """What suits a device; see Configured in worker.proto."""
+
+    max_step_tokens: int
+    max_mixed_step_tokens: int
+    run_ahead_window_ns: int
+
+
+# The scheduler takes its time from the worker's cores, some 2 ms a command.
+CPU_PACE = DevicePace(256, 256, 40_000_000)
+
 # Called with (stage, bytes done, bytes in all; 0 if not known).
 StageProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What Configure asks for. max_seq_len 0 and dtype "auto" are resolved from the checkpoint."""
+    """What Configure asks for. max_seq_len 0 and dtype "auto" are resolved from the checkpoint,
+    max_step_tokens 0 is the device's."""
 
     epoch: int
     rank: int = 0
@@ -47,7 +61,7 @@ class RankSetup:
     max_seq_len: int = 0
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
-    max_step_tokens: int = 256
+    max_step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,7 @@ class RankInfo:
     vocab_size: int
     fingerprint: str
     device: str
+    pace: DevicePace
     plan: MemoryPlan
     measured_bytes: int
     self_tests: tuple[SelfTestResult, ...]
@@ -122,6 +137,7 @@ class Rank:
             vocab_size=checkpoint.config.vocab_size,
             fingerprint=checkpoint.fingerprint,
             device="cpu",
+            pace=CPU_PACE,
             plan=plan,
             measured_bytes=device.resident_bytes(),
             self_tests=tests,
@@ -190,9 +206,10 @@ def resolve_limits(checkpoint: Checkpoint, setup: RankSetup) -> ServingLimits:
     """The settings in full. Raises SetupError naming the setting, its value and the limit."""
     if setup.num_slots < 1:
         raise SetupError(f"num_slots must be at least 1, not {setup.num_slots}")
-    if setup.max_step_tokens < setup.num_slots:
+    max_step_tokens = setup.max_step_tokens or max(CPU_PACE.max_step_tokens, setup.num_slots)
+    if max_step_tokens < setup.num_slots:
         raise SetupError(
-            f"max_step_tokens {setup.max_step_tokens} is less than num_slots {setup.num_slots}: "
+            f"max_step_tokens {max_step_tokens} is less than num_slots {setup.num_slots}: "
             "a step holds at least one row per slot"
         )
     longest = checkpoint.config.max_positions
@@ -210,7 +227,7 @@ def resolve_limits(checkpoint: Checkpoint, setup: RankSetup) -> ServingLimits:
     return ServingLimits(
         num_slots=setup.num_slots,
         max_seq_len=setup.max_seq_len or min(longest, DEFAULT_MAX_SEQ_LEN),
-        max_step_tokens=setup.max_step_tokens,
+        max_step_tokens=max_step_tokens,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
     )

@@ -285,6 +285,9 @@ def _configured(info: RankInfo) -> worker_pb2.Configured:
             for test in info.self_tests
         ],
         num_threads=info.num_threads,
+        max_step_tokens=info.limits.max_step_tokens,
+        max_mixed_step_tokens=info.pace.max_mixed_step_tokens,
+        run_ahead_window_ns=info.pace.run_ahead_window_ns,
     )
 
 

@@ -19,9 +19,10 @@ from worker_driver import Driver
 from checkpoints import make_checkpoint
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker.batch import StepCommand, StepResult
+from worker.checkpoint import open_checkpoint
 from worker.config import MAX_MESSAGE_BYTES
-from worker.errors import ProtocolError, StepError
-from worker.rank import Rank
+from worker.errors import ProtocolError, SetupError, StepError
+from worker.rank import Rank, RankSetup, resolve_limits
 from worker.server import start_server
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -244,6 +245,22 @@ async def test_weights_stay_loaded_for_the_same_model(
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
     assert loads == ["float32", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(("asked", "num_rows"), [(0, 256), (64, 64)])
+async def test_the_rows_of_a_step_are_as_asked_or_what_suits_the_device(
+    served: Served, asked: int, num_rows: int
+) -> None:
+    _, configured = await served.configured(max_step_tokens=asked)
+    assert configured.max_step_tokens == num_rows
+    assert (configured.max_mixed_step_tokens, configured.run_ahead_window_ns) == (256, 40_000_000)
+
+
+def test_many_slots_widen_the_step_unless_it_is_given(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path / "model", "qwen3"))
+    assert resolve_limits(checkpoint, RankSetup(1, num_slots=300)).max_step_tokens == 300
+    with pytest.raises(SetupError, match="max_step_tokens 299 is less than num_slots 300"):
+        resolve_limits(checkpoint, RankSetup(1, num_slots=300, max_step_tokens=299))
 
 
 @pytest.mark.parametrize(
