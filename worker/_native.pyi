@@ -21,6 +21,8 @@ from torch import Tensor
 
 Array: TypeAlias = Tensor | NDArray[Any]
 
+BUILT_WITH_CUDA: bool
+
 def cuda_available() -> bool: ...
 def cuda_device_count() -> int: ...
 
@@ -140,3 +142,152 @@ class CpuOps:
         noise keyed by (seed, position, token id). A row with a NaN or +inf, or without a finite
         value, gives -1.
         """
+
+class SlotTable:
+    """The slot table on the device: what a decode step reads and changes without the host.
+
+    Arrays on the GPU, one element per slot (int32 unless said); the caller keeps them. `length`:
+    tokens in the cache; `active`: 1 while the slot may decode; `scheduled`: 1 where the present
+    command lists it; `row_token`, `row_position`: the inputs of the next step, -1 for idle slots,
+    kept by begin_command and sample. end_ids int32 [S, ceil(V / 32)], bit id % 32 of word id / 32;
+    temperature, top_p, min_p float32; seed int64; counter int32 [1]. `ring`: address of pinned
+    int32 [ring_rows, S]; row counter % ring_rows gets a step's token ids, -1 for a corrupted row,
+    -2 for a slot that took no part. `stamps`: address of pinned int64 [ring_rows, 2], the device's
+    clock in ns at the start and at the end of the step.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        last_token: Tensor,
+        length: Tensor,
+        active: Tensor,
+        scheduled: Tensor,
+        row_token: Tensor,
+        row_position: Tensor,
+        max_len: Tensor,
+        end_ids: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+        counter: Tensor,
+        ring: int,
+        stamps: int,
+        ring_rows: int,
+    ) -> None: ...
+
+class CudaOps:
+    """The operators on one GPU; only in a build with CUDA. Each is put on the stream given here.
+
+    Tensors are on that GPU and contiguous unless said. Activations, weights, keys and values are of
+    one type, bfloat16, float16 or float32; the residual, norms, rotation tables and logits are
+    float32. Kinds and shapes are checked as CpuOps does; values are not read.
+    """
+
+    def __init__(self, device: int, stream: int) -> None:
+        """`stream`: torch.cuda.Stream.cuda_stream."""
+
+    def embed(self, token_ids: Tensor, weight: Tensor, first_id: int, out: Tensor) -> None:
+        """out [T, H] float32 = rows token_ids (int32 [T]) - first_id of weight; zeros outside."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out [T, H] = x [T, H] (float32) / sqrt(mean(x^2) + eps) * weight [H]."""
+
+    def add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """residual [T, H] (float32) += delta [T, H]; out = rms_norm(residual)."""
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out [T, I] = silu(gate_up[:, 0::2]) * gate_up[:, 1::2]."""
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> None:
+        """x [T, N] += bias [N] (float32), rounded once."""
+
+    def linear_supported(self, num_rows: int, weight: Tensor) -> bool:
+        """Whether `linear` takes this size on this GPU."""
+
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
+        """out [T, N] = x [T, K] @ weight.T, at most 16 rows, added up along K in order.
+
+        out float32: not rounded. gated: rows 2 i and 2 i + 1 of weight are gate and up,
+        out [T, N / 2] is silu_mul of the rounded product.
+        """
+
+    def decode_attention(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        positions: Tensor,
+        scale: float,
+        states: Tensor,
+        counters: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Row t is slot t at positions[t] (int32 [S], -1: idle, out is zeros): norm, rotate, append,
+        attend [0, positions[t]].
+
+        k_cache, v_cache [S, P, H_kv, D], any strides with D contiguous. states float32, at least
+        decode_attention_workspace bytes; counters int32 [S H_kv], zero.
+        """
+
+    @staticmethod
+    def decode_attention_workspace(
+        num_slots: int, num_positions: int, num_q_heads: int, head_dim: int
+    ) -> int:
+        """Bytes of `states`."""
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot: int,
+        start: int,
+    ) -> None:
+        """Row t is position start + t of the slot: q normed and rotated in place, k, v appended."""
+
+    def prefill_attention(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot: int,
+        start: int,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Row t attends [0, start + t] of the slot; q as rope_append left it."""
+
+    def begin_command(self, table: SlotTable) -> None:
+        """row_token and row_position from scheduled, active, last_token and length."""
+
+    def embed_slots(self, table: SlotTable, weight: Tensor, first_id: int, out: Tensor) -> None:
+        """embed of row_token into out [S, H]; stamps the start of the step."""
+
+    def sample(
+        self, table: SlotTable, logits: Tensor, slots: Tensor | None, workspace: Tensor
+    ) -> None:
+        """Draws a token for each row of logits [B, V] and moves the slots on, as CpuOps.sample does.
+
+        slots None: row b is slot b, those with row_position -1 take no part, lengths grow by one.
+        Else int32 [B], the slots whose prompts end here. workspace uint8, sample_workspace bytes,
+        zero before its first use.
+        """
+
+    @staticmethod
+    def sample_workspace(num_rows: int, vocab: int) -> int: ...

@@ -29,6 +29,11 @@ NB_MODULE(_native, m) {
   // What lives until the interpreter ends, as a server's weights do, is no leak.
   nb::set_leak_warnings(false);
   m.doc() = "Operators of a decoder over a slot cache; see _native.pyi.";
+#ifdef SLOTWISE_WITH_CUDA
+  m.attr("BUILT_WITH_CUDA") = true;
+#else
+  m.attr("BUILT_WITH_CUDA") = false;
+#endif
   m.def("cuda_available", &slotwise::cuda_available);
   m.def("cuda_device_count", &slotwise::cuda_device_count);
   slotwise::bindings::bind_packed_weight(m);
@@ -40,4 +45,8 @@ NB_MODULE(_native, m) {
   slotwise::bindings::bind_elementwise(ops);
   slotwise::bindings::bind_attention(ops);
   slotwise::bindings::bind_sample(ops);
+#ifdef SLOTWISE_WITH_CUDA
+  slotwise::bindings::bind_cuda(m);
+  slotwise::bindings::bind_cuda_peers(m);
+#endif
 }

@@ -101,6 +101,11 @@ bool is_bfloat16(nb::dlpack::dtype dtype) {
          dtype.lanes == 1;
 }
 
+bool is_float16(nb::dlpack::dtype dtype) {
+  return dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && dtype.bits == 16 &&
+         dtype.lanes == 1;
+}
+
 std::string shape_text(const nb::dlpack::dltensor& view) {
   std::string text = "[";
   for (int axis = 0; axis < view.ndim; ++axis) {
@@ -129,12 +134,14 @@ bool read_array(nb::handle object, uint32_t flags, nb::detail::cleanup_list* cle
 void check_kind(const char* op, const char* name, const Array& array, const Wanted& wanted) {
   const nb::dlpack::dltensor& view = array.view;
   const std::string which(name);
-  if (view.device.device_type != nb::device::cpu::value) {
-    fail_kind(op, which + " on the CPU",
+  const int device = wanted.on_gpu ? nb::device::cuda::value : nb::device::cpu::value;
+  if (view.device.device_type != device) {
+    fail_kind(op, which + (wanted.on_gpu ? " on the GPU" : " on the CPU"),
               "DLPack device type " + std::to_string(view.device.device_type));
   }
   if (wanted.any_float) {
-    if (view.dtype != wanted.dtype && !is_bfloat16(view.dtype)) {
+    const bool half = wanted.on_gpu && is_float16(view.dtype);
+    if (view.dtype != wanted.dtype && !is_bfloat16(view.dtype) && !half) {
       fail_kind(op, which + " of float32 or bfloat16", dtype_text(view.dtype));
     }
   } else if (view.dtype != wanted.dtype) {

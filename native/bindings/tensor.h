@@ -57,9 +57,10 @@ class Tensor {
 // What the constructor asks of an array.
 struct Wanted {
   nb::dlpack::dtype dtype;
-  bool any_float;  // float32 or bfloat16 instead of dtype
+  bool any_float;  // float32 or bfloat16 (on a GPU float16 too) instead of dtype
   bool writable;
   int rank;
+  bool on_gpu = false;
 };
 void check_kind(const char* op, const char* name, const Array& array, const Wanted& wanted);
 void check_layout(const char* op, const char* name, const Array& array, bool written);

@@ -2,6 +2,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +51,11 @@ def lone_ops(ops: _native.CpuOps) -> _native.CpuOps:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(1234)
+
+
+@pytest.fixture
+def cuda_ops() -> Any:
+    """The operators of the first GPU, on torch's current stream."""
+    if not (_native.BUILT_WITH_CUDA and torch.cuda.is_available()):
+        pytest.skip("needs an NVIDIA GPU and a build with SLOTWISE_CUDA=ON")
+    return _native.CudaOps(0, torch.cuda.current_stream().cuda_stream)

@@ -24,6 +24,9 @@ namespace cuda {
 
 using Stream = CUstream_st*;
 
+// Makes the device the calling thread's. Throws std::runtime_error.
+void use_device(int device);
+
 // Attention keeps one state for each tile of positions, at absolute multiples of the tile's size,
 // and folds the states in the order of the positions: alike in prefill and decode.
 constexpr int kAttentionTile = 128;
@@ -57,7 +60,8 @@ struct NormParams {
 };
 void rms_norm(const NormParams& params, Stream stream);
 
-// out[t, i] = silu(gate_up[t, 2 i]) * gate_up[t, 2 i + 1]: gate and up rows of the weight alternate.
+// out[t, i] = silu(gate_up[t, 2 i]) * gate_up[t, 2 i + 1]: gate and up rows of the weight
+// alternate.
 struct SiluParams {
   const void* gate_up;  // [T, 2 I], contiguous
   int64_t num_rows;
@@ -80,7 +84,7 @@ void add_bias(const BiasParams& params, Stream stream);
 // out[t, n] = sum over k of x[t, k] * weight[n, k], added up along k in steps of 16 in order, in
 // float32, and rounded once; the same bits as a library's product without split-K. 16-bit types.
 struct LinearParams {
-  const void* x;       // [T, K], x[t * x_stride + k], T <= kMaxLinearRows
+  const void* x;  // [T, K], x[t * x_stride + k], T <= kMaxLinearRows
   int64_t x_stride;
   int64_t num_rows;    // T
   const void* weight;  // [N, K], weight[n * weight_stride + k]
@@ -141,9 +145,9 @@ struct SlotTable {
   int32_t num_slots;
   int32_t vocab;
   int32_t* last_token;
-  int32_t* length;      // tokens in the cache
-  int32_t* active;      // 1 while it may decode
-  int32_t* scheduled;   // 1 where the present command lists it
+  int32_t* length;        // tokens in the cache
+  int32_t* active;        // 1 while it may decode
+  int32_t* scheduled;     // 1 where the present command lists it
   int32_t* row_token;     // last_token of rows that decode in the next step, else -1
   int32_t* row_position;  // length of these, else -1
   int32_t* max_len;
@@ -168,9 +172,9 @@ void begin_command(const SlotTable& table, Stream stream);
 // embed of row_token; also stamps the start of the step.
 void embed_slots(const SlotTable& table, const EmbedParams& params, Stream stream);
 
-// Draws a token for each row of logits [B, V] and puts it into the slot table and the ring: the slot
-// stops at an end id, at max_len, or where its logits are corrupted. Ends with begin_command's work
-// for the next step, and counter + 1.
+// Draws a token for each row of logits [B, V] and puts it into the slot table and the ring: the
+// slot stops at an end id, at max_len, or where its logits are corrupted. Ends with begin_command's
+// work for the next step, and counter + 1.
 struct SampleParams {
   const float* logits;  // [B, V], logits[b * stride + v]
   int64_t logits_stride;

@@ -11,6 +11,8 @@ int cuda_device_count() {
 
 namespace cuda {
 
+void use_device(int device) { check(cudaSetDevice(device), "choosing a device"); }
+
 const DeviceInfo& device_info() {
   static const std::vector<DeviceInfo> infos = [] {
     std::vector<DeviceInfo> found(static_cast<size_t>(cuda_device_count()));

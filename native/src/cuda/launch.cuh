@@ -1,5 +1,5 @@
-// How kernels are launched: on Hopper and newer with programmatic dependent launch, so that a kernel
-// may start while its predecessor ends.
+// How kernels are launched: on Hopper and newer with programmatic dependent launch, so that a
+// kernel may start while its predecessor ends.
 //
 // The rule: every thread of every kernel calls wait_for_predecessor() before it reads or writes
 // anything a kernel may have written or may still read. Only weights and other constants may be

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "slotwise/cuda.h"
+
+namespace slotwise::bindings {
+
+// The operators on one GPU, put on one stream.
+struct CudaOps {
+  int device;
+  cuda::Stream stream;
+
+  // Makes the device the calling thread's.
+  void enter() const { cuda::use_device(device); }
+};
+
+// The slot table and the sampler.
+void bind_cuda_slots(nanobind::module_& module, nanobind::class_<CudaOps>& ops);
+
+}  // namespace slotwise::bindings
