@@ -15,6 +15,7 @@ from .bench import bench
 from .demo import demo
 from .doctor import doctor
 from .generate import chat, generate
+from .make_checkpoint import make_checkpoint
 from .output import CliError, Output
 from .serve import serve
 
@@ -28,7 +29,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (serve, generate, chat, demo, doctor):
+    for command in (serve, generate, chat, demo, doctor, make_checkpoint):
         app.command()(command)
     app.add_typer(bench, name="bench")
     return app
