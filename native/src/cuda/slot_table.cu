@@ -1,14 +1,25 @@
-#include <stdexcept>
-
-#include "slotwise/cuda.h"
+#include "launch.cuh"
+#include "slot_table.cuh"
 
 namespace slotwise::cuda {
+namespace {
 
-void begin_command(const SlotTable&, Stream) {
-  throw std::runtime_error("begin_command: not built yet");
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads) begin_command_kernel(SlotTable table) {
+  start_successor();
+  wait_for_predecessor();
+  for (int slot = threadIdx.x; slot < table.num_slots; slot += kThreads) set_row(table, slot);
 }
-void embed_slots(const SlotTable&, const EmbedParams&, Stream) {
-  throw std::runtime_error("embed_slots: not built yet");
+
+}  // namespace
+
+void begin_command(const SlotTable& table, Stream stream) {
+  launch("begin_command", begin_command_kernel, {dim3(1), kThreads}, stream, table);
+}
+
+void embed_slots(const SlotTable& table, const EmbedParams& params, Stream stream) {
+  launch_embed(params, table, stream);
 }
 
 }  // namespace slotwise::cuda
