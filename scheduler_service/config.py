@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from .engine_types import EngineConfig
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 # Of gRPC, both ways. Texts of many MB fit; without a limit one call could fill the memory.
@@ -77,15 +78,21 @@ def _check_engine(engine: EngineConfig) -> None:
         raise ConfigError("max_seq_len is 1; a prompt and a generated token need 2, 0 is automatic")
     _check_range("max_queue_len", engine.max_queue_len, 1, 1 << 20)
     _check_range("max_queued_tokens", engine.max_queued_tokens, 0, 1 << 40)
-    _check_range("max_step_tokens", engine.max_step_tokens, 1, (1 << 32) - 1)
-    if engine.max_step_tokens < engine.num_slots:
+    _check_range("max_step_tokens", engine.max_step_tokens, 0, (1 << 32) - 1)
+    if 0 < engine.max_step_tokens < engine.num_slots:
         raise ConfigError(
             f"max_step_tokens is {engine.max_step_tokens}, below num_slots {engine.num_slots}; "
-            "a step must hold one token of each slot"
+            "a step must hold one token of each slot, 0 is automatic"
         )
+    _check_range("max_mixed_step_tokens", engine.max_mixed_step_tokens, 0, (1 << 32) - 1)
     _check_range("max_outstanding", engine.max_outstanding, 1, 16)
     _check_range("max_steps_per_command", engine.max_steps_per_command, 1, 1024)
     _check_range("run_ahead_window_ns", engine.run_ahead_window_ns, 0, 10**10)
+    _check_choice("device", engine.device, DEVICES)
+    if engine.worker_addresses and engine.device != "auto":
+        raise ConfigError(
+            f"device is {engine.device!r} and workers are given; running workers have chosen theirs"
+        )
     _check_range("threads", engine.num_threads, 0, 4096)
     _check_choice("dtype", engine.weight_dtype, DTYPES)
     _check_choice("kv_dtype", engine.kv_dtype, DTYPES)
@@ -116,6 +123,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         world_size=given.tp if given.tp is not None else max(1, len(workers)),
         worker_addresses=workers,
         model_dir="" if workers else str(given.model),
+        device=given.device,
         num_threads=given.threads,
         rendezvous_address=given.rendezvous,
         num_slots=given.num_slots,
@@ -124,7 +132,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         kv_dtype=given.kv_dtype,
         max_queue_len=given.max_queue_len,
         max_queued_tokens=given.max_queued_tokens,
-        max_step_tokens=_step_tokens(given.max_step_tokens, given.num_slots),
+        max_step_tokens=given.max_step_tokens,
+        max_mixed_step_tokens=given.max_mixed_step_tokens,
         max_outstanding=given.max_outstanding,
         max_steps_per_command=given.max_steps_per_command,
         run_ahead_window_ns=round(given.run_ahead_window_ms * 1e6),
@@ -142,10 +151,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         log_format=given.log_format,
         events=given.events,
     )
-
-
-def _step_tokens(given: int | None, num_slots: int) -> int:
-    return max(EngineConfig().max_step_tokens, num_slots) if given is None else given
 
 
 class _Parser(argparse.ArgumentParser):
@@ -178,6 +183,7 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add("--tp", type=int, help="tensor-parallel ranks; default: one, or one per given worker")
     add("--workers", default="", help="running workers in rank order: host:port,unix:/path,...")
     add("--rendezvous", default=own.rendezvous_address, help="host:port where the ranks meet")
+    add("--device", choices=DEVICES, default=own.device, help="of spawned workers")
     add("--threads", type=int, default=own.num_threads, help="per worker; 0: cores / ranks")
     add("--num-slots", type=int, default=own.num_slots, help="requests that run at once")
     add("--max-seq-len", type=int, default=own.max_seq_len, help="context of a slot; 0: automatic")
@@ -185,11 +191,13 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add("--kv-dtype", choices=DTYPES, default=own.kv_dtype, help="of the KV cache")
     add("--max-queue-len", type=int, default=own.max_queue_len, help="requests that may wait")
     add("--max-queued-tokens", type=int, default=own.max_queued_tokens, help="0: no bound")
-    budget = f"token budget of a step; default: {own.max_step_tokens}, or num-slots if that is more"
-    add("--max-step-tokens", type=int, help=budget)
+    budget = "token budget of a step; 0: as suits the device"
+    add("--max-step-tokens", type=int, default=own.max_step_tokens, help=budget)
+    mixed = "prompt tokens of a step in which slots decode; 0: as suits the device"
+    add("--max-mixed-step-tokens", type=int, default=own.max_mixed_step_tokens, help=mixed)
     add("--max-outstanding", type=int, default=own.max_outstanding, help="commands sent ahead")
     add("--max-steps-per-command", type=int, default=own.max_steps_per_command, help="decode steps")
-    window_ms = own.run_ahead_window_ns / 1e6
-    add("--run-ahead-window-ms", type=float, default=window_ms, help="length of a command")
+    window = "length of a command; 0: as suits the device"
+    add("--run-ahead-window-ms", type=float, default=own.run_ahead_window_ns / 1e6, help=window)
     add("--worker-timeout", type=float, default=own.worker_timeout_s, help="silence, in seconds")
     add("--recovery-timeout", type=float, default=own.recovery_timeout_s, help="in seconds")

@@ -21,6 +21,8 @@ class EngineConfig:
     # "unix:/path.sock" or "host:port", one per rank; empty: spawn the workers.
     worker_addresses: tuple[str, ...] = ()
     model_dir: str = ""
+    # Where spawned workers run: "cpu", "cuda" (rank r on device r), "auto" (the worker's choice).
+    device: str = "auto"
     # Threads of each spawned worker; 0: cores // world_size, at least 1.
     num_threads: int = 0
     # "host:port" for the ranks' rendezvous; empty: a free local port (all workers on this host).
@@ -33,11 +35,14 @@ class EngineConfig:
     max_queue_len: int = 256
     # Prompt tokens that may wait; 0: no bound but max_queue_len.
     max_queued_tokens: int = 0
-    max_step_tokens: int = 256
+    # Token budget of a step, and of prompts while slots decode; 0: what suits the device.
+    max_step_tokens: int = 0
+    max_mixed_step_tokens: int = 0
     max_outstanding: int = 2
-    max_steps_per_command: int = 8
-    # On a CPU the scheduler takes its time from the workers' cores, some 2 ms a command.
-    run_ahead_window_ns: int = 40_000_000
+    # Bounds what a wrong estimate of a step's time can do; else the window decides.
+    max_steps_per_command: int = 32
+    # 0: what suits the device.
+    run_ahead_window_ns: int = 0
     # Time for a worker to listen, the import of its libraries included.
     connect_timeout_s: float = 60.0
     # Silence of a worker, while a message of it is due, after which the group is restarted.
@@ -46,16 +51,18 @@ class EngineConfig:
     recovery_timeout_s: float = 60.0
 
     def limits(self, geometry: Geometry) -> Limits:
-        """The scheduler's limits for the slots that the workers really have."""
+        """The scheduler's limits for the slots that the workers have; their advice where nothing
+        else was asked for."""
         return Limits(
             num_slots=geometry.num_slots,
             max_seq_len=geometry.max_seq_len,
-            max_step_tokens=self.max_step_tokens,
+            max_step_tokens=geometry.max_step_tokens,
+            max_mixed_step_tokens=self.max_mixed_step_tokens or geometry.max_mixed_step_tokens,
             max_queue_len=self.max_queue_len,
             max_queued_tokens=self.max_queued_tokens,
             max_outstanding=self.max_outstanding,
             max_steps_per_command=self.max_steps_per_command,
-            run_ahead_window_ns=self.run_ahead_window_ns,
+            run_ahead_window_ns=self.run_ahead_window_ns or geometry.run_ahead_window_ns,
         )
 
 
@@ -117,6 +124,10 @@ class Geometry:
     fingerprint: str
     weight_dtype: str
     kv_dtype: str
+    max_step_tokens: int
+    # Advice; see Configured in worker.proto.
+    max_mixed_step_tokens: int
+    run_ahead_window_ns: int
 
 
 @dataclass(frozen=True, slots=True)

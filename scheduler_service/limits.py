@@ -16,6 +16,8 @@ class Limits:
     max_seq_len: int
     # Rows (tokens) of one forward, decode rows included.
     max_step_tokens: int
+    # Prompt tokens of a forward that holds a decode row.
+    max_mixed_step_tokens: int
     max_queue_len: int
     # Prompt tokens that may wait; 0: no bound.
     max_queued_tokens: int
@@ -26,7 +28,13 @@ class Limits:
     run_ahead_window_ns: int
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "max_queue_len", "max_outstanding", "max_steps_per_command"):
+        for name in (
+            "num_slots",
+            "max_mixed_step_tokens",
+            "max_queue_len",
+            "max_outstanding",
+            "max_steps_per_command",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
         if self.max_seq_len < 2:

@@ -156,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             num_slots=info.geometry.num_slots,
             max_seq_len=info.geometry.max_seq_len,
             max_queue_len=self._config.max_queue_len,
-            max_step_tokens=self._config.max_step_tokens,
+            max_step_tokens=info.geometry.max_step_tokens,
             supports_batch=True,
             epoch=info.epoch,
             workers=messages.workers(info),

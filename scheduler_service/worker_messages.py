@@ -102,6 +102,9 @@ def _configured(configured: pb.Configured, address: str) -> WorkerConfigured:
         fingerprint=configured.fingerprint,
         weight_dtype=configured.weight_dtype,
         kv_dtype=configured.kv_dtype,
+        max_step_tokens=configured.max_step_tokens,
+        max_mixed_step_tokens=configured.max_mixed_step_tokens,
+        run_ahead_window_ns=configured.run_ahead_window_ns,
     )
     report = WorkerReport(
         rank=configured.rank,

@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .engine_types import EngineConfig, EngineInfo, LoadProgress, WorkerConfigured
+from .engine_types import EngineConfig, EngineInfo, Geometry, LoadProgress, WorkerConfigured
 from .errors import DigestMismatchError, GroupError, SetupError, WorkerLostError
 from .step import StepCommand, StepResult
 from .worker_link import WorkerLink
@@ -36,10 +36,28 @@ def agree_on_setup(
                     f"workers 0 and {rank} disagree on {field.name}: {mine!r} and {theirs!r}; "
                     "give all workers the same checkpoint and version"
                 )
-    _expect(0, "num_slots", first.geometry.num_slots, config.num_slots)
-    if config.max_seq_len:
-        _expect(0, "max_seq_len", first.geometry.max_seq_len, config.max_seq_len)
+    _check_geometry(config, first.geometry)
     return EngineInfo(epoch, first.geometry, tuple(answer.report for answer in configured))
+
+
+def _check_geometry(config: EngineConfig, geometry: Geometry) -> None:
+    """SetupError unless it is what was asked for, and what a scheduler can work with."""
+    _expect(0, "num_slots", geometry.num_slots, config.num_slots)
+    for name in ("max_seq_len", "max_step_tokens"):
+        if asked := getattr(config, name):
+            _expect(0, name, getattr(geometry, name), asked)
+    least = {
+        "max_step_tokens": config.num_slots,
+        "max_mixed_step_tokens": 1,
+        "run_ahead_window_ns": 1,
+    }
+    for name, bound in least.items():
+        value = getattr(geometry, name)
+        if value < bound:
+            raise SetupError(
+                f"workers report {name} {value}, at least {bound} is needed; give scheduler and "
+                "workers the same version"
+            )
 
 
 def _expect(rank: int, name: str, value: int, asked: int) -> None:

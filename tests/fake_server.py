@@ -110,10 +110,11 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
         if self.refuse is not None:
             await context.abort(*self.refuse)
         max_seq_len = configure.max_seq_len or self.max_seq_len
+        max_step_tokens = configure.max_step_tokens or max(256, configure.num_slots)
         self.worker = FakeWorker(
             configure.num_slots,
             max_seq_len,
-            configure.max_step_tokens,
+            max_step_tokens,
             self.vocab_size,
             self.script,
         )
@@ -132,6 +133,9 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
             "measured_memory_bytes": 1001,
             "self_tests": [inference_pb2.SelfTest(name="fake", passed=True, detail="none")],
             "num_threads": 1,
+            "max_step_tokens": max_step_tokens,
+            "max_mixed_step_tokens": 256,
+            "run_ahead_window_ns": 40_000_000,
         }
         yield pb.RunResponse(configured=pb.Configured(**(fields | self.configured)))
 

@@ -17,7 +17,7 @@ from scheduler_service.request import (
     TokenEvent,
 )
 from scheduler_service.scheduler import Scheduler
-from scheduler_service.step import PrefillChunk, StepCommand
+from scheduler_service.step import StepCommand
 
 STEP_NS = 1_000_000
 
@@ -27,6 +27,7 @@ def make_limits(**changes: int) -> Limits:
         "num_slots": 2,
         "max_seq_len": 64,
         "max_step_tokens": 8,
+        "max_mixed_step_tokens": 8,
         "max_queue_len": 256,
         "max_queued_tokens": 0,
         "max_outstanding": 2,
@@ -81,7 +82,8 @@ class Driver:
         self.epoch = 1
         self.sent: deque[StepCommand] = deque()
         self.told: dict[str, Told] = {}
-        self.admitted: list[str] = []
+        # In order; a dict for its order and its speed.
+        self.admitted: dict[str, None] = {}
         self.worker = self._new_worker()
 
     def _new_worker(self) -> FakeWorker:
@@ -106,16 +108,12 @@ class Driver:
         if command is not None:
             assert command.epoch == self.epoch
             self.sent.append(command)
-            self._note_admissions(command)
+            self._note_admissions()
         return command
 
-    def _note_admissions(self, command: StepCommand) -> None:
-        by_slot = {seat.slot: seat.request for seat in self.scheduler.seats.values()}
-        for row in command.rows:
-            if isinstance(row, PrefillChunk) and row.setup is not None:
-                request = by_slot[row.slot]
-                if request.request_id not in self.admitted:
-                    self.admitted.append(request.request_id)
+    def _note_admissions(self) -> None:
+        for seat in self.scheduler.seats.values():
+            self.admitted.setdefault(seat.request.request_id)
 
     def answer(self) -> list[Event]:
         """The worker runs the oldest command, the scheduler takes its result."""

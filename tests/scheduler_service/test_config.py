@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_service.config import Config, ConfigError, join_address, parse_arguments
-from scheduler_service.engine_types import EngineConfig
+from scheduler_service.engine_types import EngineConfig, Geometry
 
 ENGINE = EngineConfig(model_dir="m")
 CONFIG = Config(model_dir=Path("m"), engine=ENGINE)
@@ -18,7 +18,8 @@ def test_the_command_line_without_flags_gives_the_defaults():
 
 def test_flags_arrive():
     flags = "--model m --host :: --port 0 --tp 2 --num-slots 4 --max-seq-len 64 --dtype bfloat16"
-    flags += " --kv-dtype float32 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
+    flags += " --kv-dtype float16 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
+    flags += " --device cuda --max-mixed-step-tokens 5"
     flags += " --served-name n --threads 2 --run-ahead-window-ms 2.5 --worker-timeout 7"
     flags += " --recovery-timeout 8 --log-format json --log-level debug"
     config = parse_arguments(flags.split())
@@ -27,8 +28,9 @@ def test_flags_arrive():
     assert (config.log_format, config.log_level) == ("json", "debug")
     engine = config.engine
     assert (engine.world_size, engine.num_slots, engine.max_seq_len) == (2, 4, 64)
-    assert (engine.weight_dtype, engine.kv_dtype) == ("bfloat16", "float32")
-    assert (engine.max_queue_len, engine.max_step_tokens, engine.num_threads) == (3, 9, 2)
+    assert (engine.weight_dtype, engine.kv_dtype) == ("bfloat16", "float16")
+    assert (engine.max_step_tokens, engine.max_mixed_step_tokens) == (9, 5)
+    assert (engine.max_queue_len, engine.num_threads, engine.device) == (3, 2, "cuda")
     assert engine.run_ahead_window_ns == 2_500_000
     assert (engine.worker_timeout_s, engine.recovery_timeout_s) == (7, 8)
 
@@ -39,10 +41,19 @@ def test_given_workers_are_not_spawned():
     assert (config.engine.world_size, config.engine.model_dir) == (2, "")
 
 
-def test_many_slots_widen_the_step_unless_it_is_given():
-    assert parse_arguments(["--model", "m", "--num-slots", "300"]).engine.max_step_tokens == 300
+def test_a_step_that_is_given_holds_all_slots():
+    assert parse_arguments(["--model", "m", "--num-slots", "300"]).engine.max_step_tokens == 0
     with pytest.raises(ConfigError, match=r"max_step_tokens is 256, below num_slots 300"):
         parse_arguments(["--model", "m", "--num-slots", "300", "--max-step-tokens", "256"])
+
+
+def test_the_advice_of_the_workers_holds_where_nothing_is_asked_for():
+    geometry = Geometry(8, 64, 2, 100, "f", "float32", "float32", 2048, 512, 10_000_000)
+    limits = ENGINE.limits(geometry)
+    assert (limits.max_step_tokens, limits.max_mixed_step_tokens) == (2048, 512)
+    assert limits.run_ahead_window_ns == 10_000_000
+    asked = replace(ENGINE, max_mixed_step_tokens=100, run_ahead_window_ns=5).limits(geometry)
+    assert (asked.max_mixed_step_tokens, asked.run_ahead_window_ns) == (100, 5)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +66,13 @@ def test_many_slots_widen_the_step_unless_it_is_given():
         ({"max_seq_len": -1}, "max_seq_len is -1"),
         ({"max_seq_len": 1}, "max_seq_len is 1"),
         ({"max_queue_len": 0}, "max_queue_len is 0"),
-        ({"max_step_tokens": 0}, "max_step_tokens is 0"),
+        ({"max_step_tokens": -1}, "max_step_tokens is -1"),
+        ({"max_mixed_step_tokens": -1}, "max_mixed_step_tokens is -1"),
+        ({"run_ahead_window_ns": -1}, "run_ahead_window_ns is -1"),
+        ({"device": "cuda:1"}, "device is 'cuda:1'; one of auto, cpu, cuda"),
+        ({"device": "cpu", "worker_addresses": ("a:1",)}, "running workers have chosen"),
         ({"max_outstanding": 0}, "max_outstanding is 0"),
-        ({"weight_dtype": "int4"}, "dtype is 'int4'; one of auto, float32, bfloat16"),
+        ({"weight_dtype": "int4"}, "dtype is 'int4'; one of auto, float32, bfloat16, float16"),
         ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
         ({"worker_timeout_s": 0.0}, "worker_timeout is 0"),
         ({"recovery_timeout_s": float("nan")}, "recovery_timeout is nan"),
@@ -85,7 +100,7 @@ def test_process_settings_that_cannot_be(changes, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("words", [["--dtype", "float16"], ["--slots", "3"], ["--port", "x"]])
+@pytest.mark.parametrize("words", [["--dtype", "int8"], ["--slots", "3"], ["--port", "x"]])
 def test_words_that_are_not_understood(words):
     with pytest.raises(ConfigError, match=words[0]):
         parse_arguments(["--model", "m", *words])

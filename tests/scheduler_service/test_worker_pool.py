@@ -106,7 +106,7 @@ async def test_a_second_stream_is_refused_with_the_workers_words(tmp_path):
         await server.die()
 
 
-GEOMETRY = Geometry(2, 64, 3, 100, "f", "float32", "float32")
+GEOMETRY = Geometry(2, 64, 3, 100, "f", "float32", "float32", 256, 256, 40_000_000)
 CONFIG = EngineConfig(world_size=2, num_slots=2, max_seq_len=64)
 
 
@@ -140,11 +140,25 @@ def test_wrong_echoes(change, words):
         agree_on_setup(CONFIG, 5, answers(**change))
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_slots", 3), ("max_seq_len", 65)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_slots", 3), ("max_seq_len", 65), ("max_step_tokens", 255)]
+)
 def test_geometry_is_what_was_asked_for(field, value):
     config = dataclasses.replace(CONFIG, **{field: value})
     with pytest.raises(SetupError, match=f"{field} {getattr(GEOMETRY, field)}, {value} was asked"):
         agree_on_setup(config, 5, answers())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_step_tokens", 1), ("max_mixed_step_tokens", 0), ("run_ahead_window_ns", 0)],
+)
+def test_a_geometry_that_no_scheduler_can_work_with(field, value):
+    """As of a worker that does not know the field."""
+    config = dataclasses.replace(CONFIG, world_size=1)
+    changed = dataclasses.replace(GEOMETRY, **{field: value})
+    with pytest.raises(SetupError, match=f"report {field} {value}, at least .* same version"):
+        agree_on_setup(config, 5, [dataclasses.replace(answers()[0], geometry=changed)])
 
 
 def result(step_id, digest=7, epoch=5, rows=()):
