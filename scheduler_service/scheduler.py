@@ -4,9 +4,9 @@ Pure: no I/O, no clock, no asyncio. The engine calls `expire`, `plan_step` and `
 comes in as an argument, on the clock of Request.arrival_ns.
 
 Policy: strict first come, first served. Each command carries a decode row for every request whose
-prompt is planned, then prefill chunks in order of admission up to max_step_tokens. Commands are
-planned ahead of the results (seat.py says why that is safe); a result for a slot's former tenant is
-known by its generation and dropped.
+prompt is planned, then prefill chunks (step_plan.py says whose). Commands are planned ahead of the
+results (seat.py says why that is safe); a result for a slot's former tenant is known by its
+generation and dropped.
 """
 
 from __future__ import annotations
@@ -133,13 +133,19 @@ class Scheduler:
         if len(self.outstanding) >= self.limits.max_outstanding:
             return None
         self._admit(now_ns)
-        plan = plan_rows(self.seats.values(), self.limits.max_step_tokens, self._pace)
+        plan = plan_rows(self.seats.values(), self.limits, self._pace)
         if plan is None:
             return None
         command = StepCommand(self._epoch, self._next_step_id, plan.num_steps, tuple(plan.rows))
         self._next_step_id += 1
         self.outstanding.append(
-            Outstanding(command.epoch, command.step_id, tuple(plan.planned), plan.has_prefill)
+            Outstanding(
+                command.epoch,
+                command.step_id,
+                plan.num_steps,
+                tuple(plan.planned),
+                plan.has_prefill,
+            )
         )
         return command
 
@@ -229,7 +235,8 @@ class Scheduler:
         num_steps = max(len(row.token_ids) for row in result.rows)
         self.counters.num_steps += num_steps
         self.counters.decode_step_ns += result.duration_ns
-        if num_steps:
+        # Where all slots stopped early, a worker may have run the other steps or not.
+        if num_steps == step.num_steps:
             self._pace.observe(result.duration_ns, num_steps)
 
     def _apply_row(self, request: Request, row: RowResult, now_ns: int) -> list[Event]:

@@ -96,6 +96,7 @@ class Outstanding:
 
     epoch: int
     step_id: int
+    num_steps: int
     rows: tuple[PlannedRow, ...]
     has_prefill: bool
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .limits import Limits
 from .seat import Seat
 from .step import PlannedRow, PrefillChunk, Row
 
@@ -53,11 +54,29 @@ class StepPlan:
         )
 
 
-def plan_rows(seats: Iterable[Seat], max_step_tokens: int, pace: StepPace) -> StepPlan | None:
+def share_budget(lengths: Sequence[int], budget: int) -> list[int]:
+    """Of each prompt's tokens to prefill, in order of admission, how many a step takes.
+
+    Half of the budget is the oldest prompt's, so that none waits for ever. The rest goes to those
+    that are nearest to their end, the older of equals first, so that a short prompt does not wait
+    for a long one, and prompts of one length come one after the other.
+    """
+    shares = [0] * len(lengths)
+    shares[0] = min(lengths[0], (budget + 1) // 2)
+    budget -= shares[0]
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i] - shares[i]):
+        more = min(lengths[index] - shares[index], budget)
+        shares[index] += more
+        budget -= more
+    return shares
+
+
+def plan_rows(seats: Iterable[Seat], limits: Limits, pace: StepPace) -> StepPlan | None:
     """A decode row for each seat that decodes, then prefill chunks; None when no seat has work.
 
-    `seats` in order of admission: earlier prompts are prefilled first, and several fit one step. A
-    command with a chunk is one step; without, it has as many as fill the window and are needed.
+    `seats` in order of admission. A command with a chunk is one step; without, it has as many as
+    fill the window and are needed. Chunks take less of a step in which seats decode: those wait for
+    it.
     """
     decoding = [seat for seat in seats if seat.num_decode_left]
     prefilling = [seat for seat in seats if seat.num_prefill_left]
@@ -69,11 +88,12 @@ def plan_rows(seats: Iterable[Seat], max_step_tokens: int, pace: StepPace) -> St
     plan = StepPlan(num_steps, bool(prefilling))
     for seat in decoding:
         plan.add_decode(seat)
-    budget = max_step_tokens - len(decoding)
-    for seat in prefilling:
-        if budget == 0:
-            break
-        chunk = seat.take_chunk(budget)
-        budget -= len(chunk.token_ids)
-        plan.add_chunk(chunk)
+    if prefilling:
+        budget = limits.max_step_tokens - len(decoding)
+        if decoding:
+            budget = min(budget, limits.max_mixed_step_tokens)
+        shares = share_budget([seat.num_prefill_left for seat in prefilling], budget)
+        for seat, num_tokens in zip(prefilling, shares, strict=True):
+            if num_tokens:
+                plan.add_chunk(seat.take_chunk(num_tokens))
     return plan

@@ -81,12 +81,14 @@ class FakeWorker:
         vocab_size: int = 1000,
         script: Script | None = None,
         step_ns: int = 1_000_000,
+        prompt_token_ns: int = 0,
     ) -> None:
         self.max_seq_len = max_seq_len
         self.max_step_tokens = max_step_tokens
         self.vocab_size = vocab_size
         self.script = script
         self.step_ns = step_ns
+        self.prompt_token_ns = prompt_token_ns
         self.slots = [FakeSlot() for _ in range(num_slots)]
         self.last_step_id = 0
         self.num_prefills = 0
@@ -112,9 +114,11 @@ class FakeWorker:
             for row, sampled in zip(command.rows, results, strict=True)
         )
         digest = step_digest(command.step_id, rows)
-        return StepResult(
-            command.epoch, command.step_id, digest, rows, command.num_steps * self.step_ns
+        num_prefill = sum(
+            len(row.token_ids) for row in command.rows if isinstance(row, PrefillChunk)
         )
+        duration_ns = command.num_steps * self.step_ns + num_prefill * self.prompt_token_ns
+        return StepResult(command.epoch, command.step_id, digest, rows, duration_ns)
 
     def _check(self, command: StepCommand) -> None:
         _require(command.step_id == self.last_step_id + 1, f"step id {command.step_id}")

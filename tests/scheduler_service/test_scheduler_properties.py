@@ -37,7 +37,10 @@ def check_command(d: Driver, command) -> None:
     limits = d.limits
     chunks = [row for row in command.rows if isinstance(row, PrefillChunk)]
     num_decode = len(command.rows) - len(chunks)
-    assert num_decode + sum(len(row.token_ids) for row in chunks) <= limits.max_step_tokens
+    num_prefill = sum(len(row.token_ids) for row in chunks)
+    assert num_decode + num_prefill <= limits.max_step_tokens
+    if num_decode:
+        assert num_prefill <= limits.max_mixed_step_tokens
     assert len(d.scheduler.outstanding) <= limits.max_outstanding
     assert 1 <= command.num_steps <= limits.max_steps_per_command
 
@@ -48,15 +51,17 @@ class SchedulerLife(RuleBasedStateMachine):
     @initialize(
         num_slots=st.integers(1, 4),
         budget=st.integers(0, 9),
+        mixed_budget=st.integers(1, 9),
         max_outstanding=st.integers(1, 3),
         max_steps=st.integers(1, 5),
         max_queue_len=st.integers(1, 6),
     )
-    def begin(self, num_slots, budget, max_outstanding, max_steps, max_queue_len):
+    def begin(self, num_slots, budget, mixed_budget, max_outstanding, max_steps, max_queue_len):
         limits = make_limits(
             num_slots=num_slots,
             max_seq_len=40,
             max_step_tokens=num_slots + budget,
+            max_mixed_step_tokens=mixed_budget,
             max_queue_len=max_queue_len,
             max_outstanding=max_outstanding,
             max_steps_per_command=max_steps,
