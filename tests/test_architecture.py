@@ -30,7 +30,16 @@ PROTO_BORDER = {
     "scheduler_service": {"server", "messages", "worker_link", "worker_messages"},
     "worker": {"server"},
 }
-NATIVE_USERS = {"attention", "decoder", "device", "sampler", "self_test", "weights"}
+NATIVE_USERS = {
+    "attention",
+    "bench_kernels",
+    "decoder",
+    "device",
+    "kernel_cases",
+    "sampler",
+    "self_test",
+    "weights",
+}
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The worker process: `python -m worker --listen ... --model DIR`; also `bench` and `plan`."""
+"""The worker process: `python -m worker --listen ... --model DIR`; also `bench`, `plan`, ..."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
-from worker import bench, device
+from worker import bench, bench_kernels, device
 from worker.config import WorkerConfig
 from worker.errors import WorkerError
 from worker.rank import Rank
@@ -25,7 +25,11 @@ from worker.server import start_server
 
 _LOG = logging.getLogger("worker")
 _EXIT_STUCK = 75
-_COMMANDS = {"bench": bench.main_bench, "plan": bench.main_plan}
+_COMMANDS = {
+    "bench": bench.main_bench,
+    "bench-kernels": bench_kernels.main_bench_kernels,
+    "plan": bench.main_plan,
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +50,8 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> WorkerConfig:
     parser = argparse.ArgumentParser(
         prog="python -m worker",
-        description="One tensor-parallel rank. Other commands: bench, plan (see their --help).",
+        description="One tensor-parallel rank. Other commands, with a --help of their own: "
+        + ", ".join(_COMMANDS),
     )
     parser.add_argument("--listen", required=True, help="unix:/path.sock or host:port")
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
