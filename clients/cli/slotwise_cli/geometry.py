@@ -152,7 +152,8 @@ def step_bytes(config: Mapping[str, Any], weight_bytes: int, kv_bytes: int, toke
     if HEAD in shapes:
         del shapes[EMBEDDING]
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim(config)
-    return weight_bytes * sum(map(prod, shapes.values())) + kv_bytes * per_token * tokens
+    numbers = sum(prod(shape) for shape in shapes.values())
+    return int(weight_bytes * numbers + kv_bytes * per_token * tokens)
 
 
 def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
