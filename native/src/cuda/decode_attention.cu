@@ -1,22 +1,760 @@
-#include <stdexcept>
+// Decode attention: one kernel norms and rotates the new token's heads, appends it to the cache,
+// attends, and folds the tiles. The arithmetic is the one of attention_math.cuh.
+//
+// An item is a tile of one slot and group of query heads. The grid is fixed; each block finds its
+// share of the items, a contiguous run, from the positions. So which block computes a tile depends
+// on the neighbours, and what it computes does not. The states of a row of several tiles go through
+// memory, and the last block to finish one folds them.
+#include <algorithm>
 
 #include "attention_float32.cuh"
-#include "slotwise/cuda.h"
+#include "attention_math.cuh"
+#include "dispatch.cuh"
+#include "launch.cuh"
+#include "mma.cuh"
+#include "rope.cuh"
 
 namespace slotwise::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = kAttentionTile;
+constexpr int kGroup = 16;  // query heads of an item: the rows of a matrix instruction
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int tiles_of(int position) {
+  return position < 0 ? 0 : position / kTile + 1;
+}
+
+__device__ __forceinline__ int sum_lanes(int x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+// The sum over this lane and those before.
+__device__ __forceinline__ int scan_lanes(int x, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, x, step);
+    if (lane >= step) x += before;
+  }
+  return x;
+}
+
+__device__ __forceinline__ float max_of_quad(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+
+// What this block wrote is visible to the block that sees the last arrival.
+__device__ __forceinline__ int add_and_order(int* counter, int count) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(count)
+               : "memory");
+  return before;
+}
+
+struct Item {
+  int slot;
+  int group;  // KV head * passes + pass
+  int tile;
+  int position;  // the row's
+};
+
+template <typename T, int D>
+struct alignas(16) Shared {
+  // Tiles of K and V have a buffer each, so that the next item's are loaded behind this one's; the
+  // large ones take turns in one.
+  static constexpr bool kTwoBuffers = D <= 128;
+
+  T tiles[kTwoBuffers ? 2 : 1][kTile * D];
+  T queries[kGroup * D];
+  T weights[kGroup * kTile];
+  float max[kWarps][kGroup];
+  float sum[kWarps][kGroup][4];
+  int is_last;
+};
+
+// Of four columns of a head, in the order of the tiles.
+struct States {
+  const float4* parts;
+  const float2* max_sums;
+  int heads;  // from a tile's to the next one's
+  int parts_per_head;
+  int tiles;
+};
+
+// Not inlined: the registers of its loads are not to be taken from the tiles' loop.
+template <typename T>
+__device__ __forceinline__ void fold_states(States states, float c, T* out) {
+  constexpr int kBatch = 16;  // loads under way
+  float4 total;
+  float2 max_sum;
+  for (int base = 0; base < states.tiles; base += kBatch) {
+    float4 part[kBatch];
+    float2 scalar[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t at = int64_t{min(base + i, states.tiles - 1)} * states.heads;
+      part[i] = __ldcg(states.parts + at * states.parts_per_head);
+      scalar[i] = __ldcg(states.max_sums + at);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (base + i == 0) {
+        total = part[0];
+        max_sum = scalar[0];
+      } else if (base + i < states.tiles) {
+        const FoldFactors f = fold_factors(max_sum.x, scalar[i].x, c);
+        max_sum = make_float2(f.max, fold(max_sum.y, scalar[i].y, f));
+        total.x = fold(total.x, part[i].x, f);
+        total.y = fold(total.y, part[i].y, f);
+        total.z = fold(total.z, part[i].z, f);
+        total.w = fold(total.w, part[i].w, f);
+      }
+    }
+  }
+  const float scale = inverse(max_sum.y);
+  store_two(out, make_float2(finish(total.x, scale), finish(total.y, scale)));
+  store_two(out + 2, make_float2(finish(total.z, scale), finish(total.w, scale)));
+}
+
+template <typename T, int D>
+class Decoder {
+ public:
+  __device__ Decoder(const DecodeAttentionParams& params, float c, Shared<T, D>& shared)
+      : params_(params),
+        in_(params.input),
+        cache_(params.input.cache),
+        c_(c),
+        shared_(shared),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        q_heads_(static_cast<int>(in_.num_q_heads)),
+        kv_heads_(static_cast<int>(cache_.num_kv_heads)),
+        heads_per_kv_(q_heads_ / kv_heads_),
+        passes_((heads_per_kv_ + kGroup - 1) / kGroup),
+        groups_(kv_heads_ * passes_),
+        max_tiles_(tiles_of(static_cast<int>(cache_.num_positions) - 1)) {}
+
+  __device__ void run() {
+    clear_idle_rows();
+    int left = 0;
+    Item item = first_item(left);
+    if (left == 0) return;
+    start_key(item);
+    if constexpr (kTwoBuffers) start_value(item);
+    prepare_queries(item);
+    for (int tiles_done = 1;; ++tiles_done) {
+      const Item next = left > 1 ? after(item) : item;
+      attend(item, next, left > 1);
+      const bool same_row = left > 1 && next.slot == item.slot && kv_head(next) == kv_head(item);
+      if (!same_row) {
+        if (item.position >= kTile && is_last(item, tiles_done)) fold_row(item);
+        tiles_done = 0;
+      }
+      if (--left == 0) return;
+      if (next.slot != item.slot || next.group != item.group) prepare_queries(next);
+      item = next;
+    }
+  }
+
+ private:
+  static constexpr bool kTwoBuffers = Shared<T, D>::kTwoBuffers;
+  static constexpr int kChunks = D / 32;  // of 8 output columns, of a warp
+
+  __device__ T* keys() { return shared_.tiles[0]; }
+  __device__ T* values() { return shared_.tiles[kTwoBuffers ? 1 : 0]; }
+  __device__ int kv_head(const Item& item) const { return item.group / passes_; }
+  __device__ int pass(const Item& item) const { return item.group % passes_; }
+  __device__ int first_head(const Item& item) const {
+    return kv_head(item) * heads_per_kv_ + pass(item) * kGroup;
+  }
+  __device__ int num_heads(const Item& item) const {
+    return min(kGroup, heads_per_kv_ - pass(item) * kGroup);
+  }
+  // Where the row's own position is, counted from the start of the tile.
+  __device__ int last(const Item& item) const { return item.position - item.tile * kTile; }
+
+  __device__ const T* qkv(const Item& item, int head) const {
+    const int64_t heads = q_heads_ + 2 * kv_heads_;
+    return static_cast<const T*>(in_.qkv) + (item.slot * heads + head) * D;
+  }
+  __device__ T* key(const Item& item, int position) const {
+    return static_cast<T*>(cache_.k) + item.slot * cache_.k_slot_stride +
+           position * cache_.k_position_stride + kv_head(item) * cache_.k_head_stride;
+  }
+  __device__ T* value(const Item& item, int position) const {
+    return static_cast<T*>(cache_.v) + item.slot * cache_.v_slot_stride +
+           position * cache_.v_position_stride + kv_head(item) * cache_.v_head_stride;
+  }
+  __device__ T* out(int slot, int head) const {
+    return static_cast<T*>(in_.out) + (static_cast<int64_t>(slot) * q_heads_ + head) * D;
+  }
+  // States: o [S, tiles, H_q, D], then max and sum [S, tiles, H_q, 2].
+  __device__ int64_t state(int slot, int tile, int head) const {
+    return (static_cast<int64_t>(slot) * max_tiles_ + tile) * q_heads_ + head;
+  }
+  __device__ float* state_out(int64_t state) const { return params_.states + state * D; }
+  __device__ float2* state_max_sum(int64_t state) const {
+    const int64_t states = cache_.num_slots * max_tiles_ * q_heads_;
+    return reinterpret_cast<float2*>(params_.states + states * D) + state;
+  }
+
+  // From the end of the grid, where blocks have the least to do.
+  __device__ void clear_idle_rows() const {
+    const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+    for (int slot = first; slot < cache_.num_slots; slot += static_cast<int>(gridDim.x)) {
+      if (params_.positions[slot] >= 0) continue;
+      uint4* const row = reinterpret_cast<uint4*>(out(slot, 0));
+      for (int i = static_cast<int>(threadIdx.x); i < q_heads_ * D / 8; i += kThreads) {
+        row[i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+
+  // The first of this block's items, and how many they are. Each warp finds it by itself.
+  __device__ Item first_item(int& count) const {
+    const int num_slots = static_cast<int>(cache_.num_slots);
+    int total = 0;
+    for (int slot = lane_; slot < num_slots; slot += 32) {
+      total += tiles_of(params_.positions[slot]) * groups_;
+    }
+    total = sum_lanes(total);
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    const int share = total / blocks, rest = total % blocks;
+    count = share + (block < rest ? 1 : 0);
+    int first = block * share + min(block, rest);
+    if (count == 0) return {};
+    for (int base = 0;; base += 32) {
+      const int slot = base + lane_;
+      const int position = slot < num_slots ? params_.positions[slot] : -1;
+      const int items = tiles_of(position) * groups_;
+      const int end = scan_lanes(items, lane_);
+      const unsigned past = __ballot_sync(kAllLanes, end > first);
+      if (past == 0) {
+        first -= __shfl_sync(kAllLanes, end, 31);
+        continue;
+      }
+      const int found = __ffs(static_cast<int>(past)) - 1;
+      first -= __shfl_sync(kAllLanes, end - items, found);
+      const int row = __shfl_sync(kAllLanes, position, found);
+      return {base + found, first / tiles_of(row), first % tiles_of(row), row};
+    }
+  }
+
+  __device__ Item after(Item item) const {
+    if (++item.tile < tiles_of(item.position)) return item;
+    item.tile = 0;
+    if (++item.group < groups_) return item;
+    item.group = 0;
+    do {
+      item.position = params_.positions[++item.slot];
+    } while (item.position < 0);
+    return item;
+  }
+
+  // The rows of the tile that earlier steps wrote, and zeros after the row's own position, which
+  // `append` writes.
+  __device__ void start_tile(T* to, const T* from, int64_t stride, int last) {
+    // A warp copies every fourth group of 8 rows, whose places repeat in each group. Offsets within
+    // a tile fit 32 bits.
+    const int step = static_cast<int>(stride);
+#pragma unroll
+    for (int part = 0; part < D / 32; ++part) {
+      const int first = (lane_ + 32 * part) / (D / 8), chunk = (lane_ + 32 * part) % (D / 8);
+      T* const shared_first = to + chunk_offset<D>(first, chunk) + warp_ * 8 * D;
+      int offset = (8 * warp_ + first) * step + chunk * 8;
+      int row = 8 * warp_ + first;
+#pragma unroll
+      for (int group = 0; group < kTile / 8; group += kWarps) {
+        if (row != last) copy_async(shared_first + group * 8 * D, from + offset, row < last);
+        offset += 8 * kWarps * step;
+        row += 8 * kWarps;
+      }
+    }
+    commit_copies();
+  }
+  __device__ void start_key(const Item& item) {
+    start_tile(keys(), key(item, item.tile * kTile), cache_.k_position_stride, last(item));
+  }
+  __device__ void start_value(const Item& item) {
+    start_tile(values(), value(item, item.tile * kTile), cache_.v_position_stride, last(item));
+  }
+
+  __device__ void store_row(Head<D>& head, T* tile, int row) const {
+    for_pairs(head, lane_, [&](int i, const float2& pair) {
+      store_two(tile + chunk_offset<D>(row, i / 8) + i % 8, pair);
+    });
+  }
+
+  __device__ void rotate_head(Head<D>& head, const float* norm, int64_t position) const {
+    norm_and_rotate(head, norm, in_.eps, in_.cos + position * (D / 2), in_.sin + position * (D / 2),
+                    lane_);
+  }
+
+  // Rows past the group's heads stay as they are: a row's results depend on no other row.
+  __device__ void prepare_queries(const Item& item) {
+    for (int row = warp_; row < num_heads(item); row += kWarps) {
+      Head<D> head = load_head<D>(qkv(item, first_head(item) + row), lane_);
+      rotate_head(head, in_.q_norm, item.position);
+      store_row(head, shared_.queries, row);
+    }
+  }
+
+  // The new key, to the cache too.
+  __device__ void append_key(const Item& item) {
+    if (warp_ != kWarps - 1 || last(item) >= kTile) return;
+    Head<D> head = load_head<D>(qkv(item, q_heads_ + kv_head(item)), lane_);
+    rotate_head(head, in_.k_norm, item.position);
+    store_row(head, keys(), last(item));
+    if (pass(item) == 0) store_head(head, key(item, item.position), lane_);
+  }
+  __device__ void append_value(const Item& item) {
+    if (warp_ != kWarps - 2 || last(item) >= kTile) return;
+    Head<D> head = load_head<D>(qkv(item, q_heads_ + kv_heads_ + kv_head(item)), lane_);
+    store_row(head, values(), last(item));
+    if (pass(item) == 0) store_head(head, value(item, item.position), lane_);
+  }
+
+  // One item, and the loads of the next.
+  __device__ void attend(const Item& item, const Item& next, bool has_next) {
+    // The compiler would keep every address that depends on the lane in a register of its own, from
+    // one item to the next, and run out of them.
+    asm volatile("" : "+r"(warp_), "+r"(lane_));
+    float scores[4][4];
+    append_key(item);
+    if constexpr (kTwoBuffers) append_value(item);
+    wait_for_copies<kTwoBuffers ? 1 : 0>();
+    __syncthreads();
+    score(scores);
+    mask(scores, last(item));
+    put_max(scores);
+    __syncthreads();
+    if constexpr (kTwoBuffers) {
+      start_next(has_next, [&] { start_key(next); });
+    } else {
+      start_value(item);
+      append_value(item);
+    }
+    put_weights(scores, num_heads(item));
+    wait_for_copies<kTwoBuffers ? 1 : 0>();
+    __syncthreads();
+    float sums[kChunks][4];
+    weigh(sums);
+    put_result(item, sums);
+    __syncthreads();
+    start_next(has_next, [&] { kTwoBuffers ? start_value(next) : start_key(next); });
+  }
+
+  // The count of groups under way is the same without a next item.
+  template <typename Start>
+  __device__ void start_next(bool has_next, const Start& start) {
+    if (has_next) {
+      start();
+    } else {
+      commit_copies();
+    }
+  }
+
+  // A warp's scores: heads lane / 4 + 8 h, positions 32 warp + 8 n + 2 (lane % 4) + e of the tile
+  // are scores[n][2 h + e].
+  __device__ void score(float (&scores)[4][4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      uint32_t q[4];
+      load_matrices(q, shared_.queries + chunk_offset<D>(lane_ % 16, 2 * step + lane_ / 16));
+#pragma unroll
+      for (int n = 0; n < 4; n += 2) {
+        const int row = 32 * warp_ + 8 * n + lane_ / 16 * 8 + lane_ % 8;
+        uint32_t k[4];
+        load_matrices(k, keys() + chunk_offset<D>(row, 2 * step + lane_ / 8 % 2));
+        multiply_add<T>(scores[n], q, k[0], k[1]);
+        multiply_add<T>(scores[n + 1], q, k[2], k[3]);
+      }
+    }
+  }
+
+  __device__ void mask(float (&scores)[4][4], int last) const {
+    if (last >= kTile - 1) return;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int position = 32 * warp_ + 8 * n + 2 * (lane_ % 4) + i % 2;
+        if (position > last) scores[n][i] = -INFINITY;
+      }
+    }
+  }
+
+  __device__ void put_max(const float (&scores)[4][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float max = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) max = fmaxf(max, fmaxf(scores[n][2 * h], scores[n][2 * h + 1]));
+      max = max_of_quad(max);
+      if (lane_ % 4 == 0) shared_.max[warp_][lane_ / 4 + 8 * h] = max;
+    }
+  }
+
+  __device__ float row_max(int row) const {
+    return fmaxf(fmaxf(shared_.max[0][row], shared_.max[1][row]),
+                 fmaxf(shared_.max[2][row], shared_.max[3][row]));
+  }
+
+  __device__ float row_sum(int row) const {
+    const int lane = lane_ % 4;
+    float sum = (shared_.sum[0][row][lane] + shared_.sum[1][row][lane]) +
+                (shared_.sum[2][row][lane] + shared_.sum[3][row][lane]);
+    sum += __shfl_xor_sync(kAllLanes, sum, 1);
+    return sum + __shfl_xor_sync(kAllLanes, sum, 2);
+  }
+
+  __device__ void put_weights(const float (&scores)[4][4], int num_heads) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (8 * h >= num_heads) return;
+      const int row = lane_ / 4 + 8 * h;
+      const float max_c = __fmul_rn(row_max(row), c_);
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float2 pair = make_float2(weight_of(scores[n][2 * h], c_, max_c),
+                                        weight_of(scores[n][2 * h + 1], c_, max_c));
+        sum = (sum + pair.x) + pair.y;
+        store_two(shared_.weights + chunk_offset<kTile>(row, 4 * warp_ + n) + 2 * (lane_ % 4),
+                  pair);
+      }
+      shared_.sum[warp_][row][lane_ % 4] = sum;
+    }
+  }
+
+  // Weights times values: heads lane / 4 + 8 h, columns D / 4 warp + 8 n + 2 (lane % 4) + e.
+  __device__ void weigh(float (&sums)[kChunks][4]) {
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      uint32_t p[4];
+      load_matrices(p, shared_.weights + chunk_offset<kTile>(lane_ % 16, 2 * step + lane_ / 16));
+#pragma unroll
+      for (int n = 0; n < kChunks; n += 2) {
+        const int chunk = kChunks * warp_ + min(n + lane_ / 16, kChunks - 1);
+        uint32_t v[4];
+        load_transposed(v, values() + chunk_offset<D>(16 * step + lane_ % 16, chunk));
+        multiply_add<T>(sums[n], p, v[0], v[1]);
+        if (n + 1 < kChunks) multiply_add<T>(sums[n + 1], p, v[2], v[3]);
+      }
+    }
+  }
+
+  // The output of a row of one tile, else the tile's state.
+  __device__ void put_result(const Item& item, const float (&sums)[kChunks][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (8 * h >= num_heads(item)) return;
+      const int row = lane_ / 4 + 8 * h;
+      const float sum = row_sum(row);
+      if (row >= num_heads(item)) continue;
+      const int head = first_head(item) + row;
+      const int column = D / 4 * warp_ + 2 * (lane_ % 4);
+      if (item.position < kTile) {
+        const float scale = inverse(sum);
+#pragma unroll
+        for (int n = 0; n < kChunks; ++n) {
+          store_two(out(item.slot, head) + column + 8 * n,
+                    make_float2(finish(sums[n][2 * h], scale), finish(sums[n][2 * h + 1], scale)));
+        }
+        continue;
+      }
+      const int64_t at = state(item.slot, item.tile, head);
+#pragma unroll
+      for (int n = 0; n < kChunks; ++n) {
+        store_two(state_out(at) + column + 8 * n, make_float2(sums[n][2 * h], sums[n][2 * h + 1]));
+      }
+      if (warp_ == 0 && lane_ % 4 == 0) *state_max_sum(at) = make_float2(row_max(row), sum);
+    }
+  }
+
+  // Whether the `done` tiles that end here were the last of the slot and KV head. The barrier
+  // before it has made them this thread's to publish.
+  __device__ bool is_last(const Item& item, int done) {
+    if (threadIdx.x == 0) {
+      int* const counter = params_.counters + item.slot * kv_heads_ + kv_head(item);
+      const int all = tiles_of(item.position) * passes_;
+      shared_.is_last = add_and_order(counter, done) + done == all ? 1 : 0;
+      if (shared_.is_last != 0) *counter = 0;
+    }
+    __syncthreads();
+    return shared_.is_last != 0;
+  }
+
+  __device__ void fold_row(const Item& item) const {
+    for (int i = static_cast<int>(threadIdx.x); i < heads_per_kv_ * (D / 4); i += kThreads) {
+      const int head = kv_head(item) * heads_per_kv_ + i / (D / 4), column = i % (D / 4) * 4;
+      const int64_t first = state(item.slot, 0, head);
+      const auto parts = reinterpret_cast<const float4*>(state_out(first) + column);
+      const States states{parts, state_max_sum(first), q_heads_, D / 4, tiles_of(item.position)};
+      fold_states(states, c_, out(item.slot, head) + column);
+    }
+  }
+
+  const DecodeAttentionParams& params_;
+  const AttentionInput& in_;
+  const CacheParams& cache_;
+  const float c_;
+  Shared<T, D>& shared_;
+  int warp_, lane_;
+  const int q_heads_, kv_heads_, heads_per_kv_, passes_, groups_, max_tiles_;
+};
+
+template <typename T, int D>
+__global__ __launch_bounds__(kThreads, D > 128 ? 2 : 3) void decode_kernel(
+    const __grid_constant__ DecodeAttentionParams params, float c) {
+  extern __shared__ uint4 memory[];
+  start_successor();
+  wait_for_predecessor();
+  Decoder<T, D>(params, c, *reinterpret_cast<Shared<T, D>*>(memory)).run();
+}
+
+// As many blocks as fit on the device at once, but no more than there can be items.
+template <typename T, int D>
+void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) {
+  const auto kernel = decode_kernel<T, D>;
+  const CacheParams& cache = params.input.cache;
+  const size_t bytes = sizeof(Shared<T, D>);
+  allow_shared("decode_attention", kernel, bytes);
+  int per_sm = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, bytes),
+        "decode_attention");
+  const int64_t blocks = int64_t{device_info().num_sms} * per_sm;
+  const int64_t heads_per_kv = params.input.num_q_heads / cache.num_kv_heads;
+  const int64_t groups = cache.num_kv_heads * ((heads_per_kv + kGroup - 1) / kGroup);
+  const int64_t items = cache.num_slots * groups * ((cache.num_positions + kTile - 1) / kTile);
+  launch("decode_attention", kernel,
+         {dim3(static_cast<unsigned>(std::min(blocks, items))), kThreads, bytes}, stream, params,
+         c);
+}
+
+// The plain kernel of float32: one block for a row and head walks the tiles.
+template <int D>
+struct Float32Shared {
+  float query[D];
+  float key[D];    // of the row's own position, and used only in decode: the block that writes it
+  float value[D];  // to the cache is another
+  float weights[kTile];
+  float max[kWarps];
+  float sum[kWarps];
+};
+
+template <int D>
+class Float32Row {
+ public:
+  __device__ Float32Row(const AttentionInput& in, int64_t slot, int row, int head, float c,
+                        Float32Shared<D>& shared)
+      : in_(in),
+        cache_(in.cache),
+        slot_(slot),
+        row_(row),
+        head_(head),
+        kv_head_(head / static_cast<int>(in.num_q_heads / in.cache.num_kv_heads)),
+        c_(c),
+        shared_(shared),
+        thread_(static_cast<int>(threadIdx.x)),
+        warp_(thread_ / 32),
+        lane_(thread_ % 32) {}
+
+  __device__ void clear() {
+    for (int d = thread_; d < D; d += kThreads) out()[d] = 0.0f;
+  }
+
+  __device__ void load_query() {
+    for (int d = thread_; d < D; d += kThreads) shared_.query[d] = qkv(head_)[d];
+  }
+
+  // Norms, rotates and appends what rope_append would.
+  __device__ void append(int position) {
+    if (warp_ > 2) return;
+    const int q_heads = static_cast<int>(in_.num_q_heads);
+    const int kv_heads = static_cast<int>(cache_.num_kv_heads);
+    const int source = warp_ == 0 ? head_ : q_heads + (warp_ - 1) * kv_heads + kv_head_;
+    Head<D> head = load_head<D>(qkv(source), lane_);
+    if (warp_ < 2) {
+      norm_and_rotate(head, warp_ == 0 ? in_.q_norm : in_.k_norm, in_.eps,
+                      in_.cos + int64_t{position} * (D / 2), in_.sin + int64_t{position} * (D / 2),
+                      lane_);
+    }
+    store_head(head, warp_ == 0 ? shared_.query : warp_ == 1 ? shared_.key : shared_.value, lane_);
+    if (warp_ > 0 && head_ % (q_heads / kv_heads) == 0) {
+      store_head(head, const_cast<float*>(warp_ == 1 ? key(position) : value(position)), lane_);
+    }
+  }
+
+  // `own` says where the row's own key and value are: in shared memory, or in the cache.
+  __device__ void attend(int position, bool own) {
+    float max, sum, total[kColumns];
+    for (int first = 0; first <= position; first += kTile) {
+      float part[kColumns];
+      __syncthreads();
+      const int j = first + thread_;
+      const float s = j > position ? -INFINITY : dot(own && j == position ? shared_.key : key(j));
+      const float part_max = block_max(s);
+      const float p = weight_of(s, c_, __fmul_rn(part_max, c_));
+      shared_.weights[thread_] = p;
+      const float part_sum = block_sum(p);
+      weigh(first, position, own, part);
+      if (first == 0) {
+        max = part_max;
+        sum = part_sum;
+        for (int i = 0; i < kColumns; ++i) total[i] = part[i];
+      } else {
+        const FoldFactors f = fold_factors(max, part_max, c_);
+        max = f.max;
+        sum = fold(sum, part_sum, f);
+        for (int i = 0; i < kColumns; ++i) total[i] = fold(total[i], part[i], f);
+      }
+    }
+    for (int i = 0; i < kColumns; ++i) {
+      const int d = thread_ + i * kThreads;
+      if (d < D) out()[d] = finish(total[i], inverse(sum));
+    }
+  }
+
+ private:
+  static constexpr int kColumns = (D + kThreads - 1) / kThreads;
+
+  __device__ const float* qkv(int head) const {
+    const int64_t heads = in_.num_q_heads + 2 * cache_.num_kv_heads;
+    return static_cast<const float*>(in_.qkv) + (row_ * heads + head) * D;
+  }
+  __device__ const float* key(int position) const {
+    return static_cast<const float*>(cache_.k) + slot_ * cache_.k_slot_stride +
+           position * cache_.k_position_stride + kv_head_ * cache_.k_head_stride;
+  }
+  __device__ const float* value(int position) const {
+    return static_cast<const float*>(cache_.v) + slot_ * cache_.v_slot_stride +
+           position * cache_.v_position_stride + kv_head_ * cache_.v_head_stride;
+  }
+  __device__ float* out() const {
+    return static_cast<float*>(in_.out) + (row_ * in_.num_q_heads + head_) * D;
+  }
+
+  __device__ float dot(const float* key) const {
+    float sum = 0.0f;
+    for (int d = 0; d < D; ++d) sum = __fmaf_rn(shared_.query[d], key[d], sum);
+    return sum;
+  }
+
+  __device__ float block_max(float x) {
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+    if (lane_ == 0) shared_.max[warp_] = x;
+    __syncthreads();
+    return fmaxf(fmaxf(shared_.max[0], shared_.max[1]), fmaxf(shared_.max[2], shared_.max[3]));
+  }
+
+  __device__ float block_sum(float x) {
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+    if (lane_ == 0) shared_.sum[warp_] = x;
+    __syncthreads();
+    return (shared_.sum[0] + shared_.sum[1]) + (shared_.sum[2] + shared_.sum[3]);
+  }
+
+  __device__ void weigh(int first, int position, bool own, float (&part)[kColumns]) const {
+    const int count = min(kTile, position + 1 - first);
+    for (int i = 0; i < kColumns; ++i) {
+      const int d = thread_ + i * kThreads;
+      part[i] = 0.0f;
+      for (int j = 0; j < count && d < D; ++j) {
+        const float* v = own && first + j == position ? shared_.value : value(first + j);
+        part[i] = __fmaf_rn(shared_.weights[j], v[d], part[i]);
+      }
+    }
+  }
+
+  const AttentionInput& in_;
+  const CacheParams& cache_;
+  const int64_t slot_, row_;
+  const int head_, kv_head_;
+  const float c_;
+  Float32Shared<D>& shared_;
+  const int thread_, warp_, lane_;
+};
+
+template <int D>
+__global__ __launch_bounds__(kThreads) void decode_float32_kernel(
+    const __grid_constant__ DecodeAttentionParams params, float c) {
+  __shared__ Float32Shared<D> shared;
+  start_successor();
+  wait_for_predecessor();
+  const int slot = static_cast<int>(blockIdx.x);
+  const int position = params.positions[slot];
+  Float32Row<D> row(params.input, slot, slot, static_cast<int>(blockIdx.y), c, shared);
+  if (position < 0) return row.clear();
+  row.append(position);
+  row.attend(position, true);
+}
+
+template <int D>
+__global__ __launch_bounds__(kThreads) void prefill_float32_kernel(
+    const __grid_constant__ ChunkParams params, float c) {
+  __shared__ Float32Shared<D> shared;
+  start_successor();
+  wait_for_predecessor();
+  const int index = static_cast<int>(blockIdx.x);
+  Float32Row<D> row(params.input, params.slot, index, static_cast<int>(blockIdx.y), c, shared);
+  row.load_query();
+  row.attend(static_cast<int>(params.start) + index, false);
+}
+
+// One block for a row and head.
+dim3 float32_blocks(const AttentionInput& in) {
+  return {static_cast<unsigned>(in.num_rows), static_cast<unsigned>(in.num_q_heads)};
+}
+
+float exponent_scale(const AttentionInput& in) { return in.scale * 1.4426950408889634f; }
+
+}  // namespace
 
 int64_t decode_attention_workspace(int64_t num_slots, int64_t num_positions, int64_t num_q_heads,
                                    int64_t head_dim) {
-  const int64_t tiles = (num_positions + kAttentionTile - 1) / kAttentionTile;
-  return num_slots * num_q_heads * tiles * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t tiles = (num_positions + kTile - 1) / kTile;
+  return num_slots * tiles * num_q_heads * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
 }
 
-void decode_attention(const DecodeAttentionParams&, Stream) {
-  throw std::runtime_error("decode_attention: not built yet");
+void decode_attention(const DecodeAttentionParams& params, Stream stream) {
+  const AttentionInput& in = params.input;
+  const CacheParams& cache = in.cache;
+  if (in.num_rows == 0 || cache.num_positions == 0) return;
+  check_cache("decode_attention", cache);
+  const float c = exponent_scale(in);
+  for_head_dim("decode_attention", cache.head_dim, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value;
+    for_dtype(cache.dtype, [&](auto type) {
+      using T = typename decltype(type)::type;
+      if constexpr (std::is_same_v<T, float>) {
+        launch("decode_attention", decode_float32_kernel<kDim>, {float32_blocks(in), kThreads},
+               stream, params, c);
+      } else {
+        launch_decode<T, kDim>(params, c, stream);
+      }
+    });
+  });
 }
 
-void prefill_attention_float32(const ChunkParams&, Stream) {
-  throw std::runtime_error("prefill_attention_float32: not built yet");
+void prefill_attention_float32(const ChunkParams& params, Stream stream) {
+  const AttentionInput& in = params.input;
+  if (in.num_rows == 0) return;
+  for_head_dim("prefill_attention", in.cache.head_dim, [&](auto dim) {
+    launch("prefill_attention", prefill_float32_kernel<decltype(dim)::value>,
+           {float32_blocks(in), kThreads}, stream, params, exponent_scale(in));
+  });
 }
 
 }  // namespace slotwise::cuda
