@@ -291,3 +291,59 @@ class CudaOps:
 
     @staticmethod
     def sample_workspace(num_rows: int, vocab: int) -> int: ...
+
+class CudaPeers:
+    """A rank's part of the sums between the GPUs of one machine; only in a build with CUDA.
+
+    Every rank writes into the memory of the others. The ranks are processes, make the same calls in
+    the same order, and may capture them in graphs. Parts are added in rank order in float32 and the
+    sum is rounded once.
+    """
+
+    MAX_RANKS: int
+    MAX_ROWS: int
+
+    def __init__(
+        self,
+        device: int,
+        stream: int,
+        rank: int,
+        world_size: int,
+        max_rows: int,
+        row_size: int,
+        timeout_s: float,
+    ) -> None:
+        """Allocates for fused sums of up to `max_rows` rows of up to `row_size` elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that peers write to."""
+
+    def handle(self) -> bytes:
+        """What the peers need to open this rank's memory."""
+
+    def open(self, handles: list[bytes]) -> None:
+        """Opens the memory of all other ranks. RuntimeError where a GPU cannot reach another's."""
+
+    def close_peers(self) -> None:
+        """Lets go of the other ranks' memory; nothing may be running."""
+
+    def release(self, peers_have_closed: bool) -> None:
+        """Frees this rank's memory, or keeps it for good where a peer may still write to it."""
+
+    def failed(self) -> bool:
+        """Whether a peer did not come within the time-out; results since then are garbage."""
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x [T, N] (contiguous, any float type) = the sum of all ranks' x."""
+
+    def fuses_norm(self, num_rows: int, hidden: int) -> bool:
+        """Whether all_reduce_add_rms_norm takes this size."""
+
+    def all_reduce_add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """add_rms_norm with the sum of all ranks' delta; delta stays as it is."""
+
+    def gather_columns(self, local: Tensor, begins: list[int], out: Tensor) -> None:
+        """out[:, begins[r] : begins[r + 1]] = local of rank r, float32."""

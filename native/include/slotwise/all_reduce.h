@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,52 +17,56 @@
 namespace slotwise::cuda {
 
 constexpr int kMaxRanks = 8;
+constexpr int kMaxSumRows = 64;
+constexpr int64_t kMaxSumHidden = 16384;
 
 struct PeerLimits {
   int rank;
-  int world_size;     // <= kMaxRanks
-  int64_t max_rows;   // of a sum that is sent in one go, as in decode
-  int64_t row_size;   // elements of such a row, at most
+  int world_size;    // <= kMaxRanks
+  int64_t max_rows;  // of all_reduce_add_rms_norm, <= kMaxSumRows
+  int64_t row_size;  // elements of its rows, at most; <= kMaxSumHidden
   double timeout_s;
 };
 
-// What a kernel needs to know of the group.
-struct PeerView {
-  int rank;
-  int world_size;
-  int64_t max_rows;
-  int64_t row_packets;
-  uint64_t timeout_ns;
-  char* buffers[kMaxRanks];  // by rank
-  int32_t* failed_on_host;
-};
+struct PeerView;  // what a kernel is given
 
-// The memory of one rank that the others write to, and theirs as this rank sees it. The ranks are
-// processes; the bytes of handle() travel between them by other means.
+// The memory of one rank that the others write to, and theirs as this rank sees it, on the device
+// that is current when it is made. The ranks are processes of one machine; the bytes of handle()
+// travel between them by other means.
 class PeerBuffers {
  public:
-  // On the current device.
   explicit PeerBuffers(const PeerLimits& limits);
-  // Frees the rank's own memory: only once the peers have closed it.
+  // The rank's own memory is freed: only once the peers have closed it.
   ~PeerBuffers();
   PeerBuffers(const PeerBuffers&) = delete;
   PeerBuffers& operator=(const PeerBuffers&) = delete;
 
   std::string handle() const;
-  // Opens the memory of every other rank; `handles` are in rank order.
+  // Opens the memory of every other rank; `handles` are in rank order. Throws std::runtime_error
+  // where the GPUs cannot reach each other's memory.
   void open(const std::vector<std::string>& handles);
   void close_peers();
-  // Keeps the own memory for good: a peer may still write to it.
-  void abandon() { view_.buffers[view_.rank] = nullptr; }
+  // The own memory is never freed: a peer may still write to it.
+  void abandon();
 
+  // A peer did not come in time; results since then are garbage.
   bool failed() const;
   int64_t num_bytes() const;
   const PeerLimits& limits() const { return limits_; }
-  const PeerView& view() const { return view_; }
+  const PeerView& view() const { return *view_; }
 
  private:
+  struct FreeDevice {
+    void operator()(char* memory) const;
+  };
+  struct FreeHost {
+    void operator()(int32_t* memory) const;
+  };
+
   PeerLimits limits_;
-  PeerView view_{};
+  std::unique_ptr<PeerView> view_;
+  std::unique_ptr<char, FreeDevice> own_;
+  std::unique_ptr<int32_t, FreeHost> failed_;
 };
 
 // x = the sum of all ranks' x.

@@ -1,0 +1,297 @@
+"""The group of ranks on GPUs: sums and gathers over the links between them.
+
+On GPUs that reach each other's memory, every rank writes its part to the others and adds what it
+received (native/src/cuda/all_reduce.cu). Elsewhere NCCL carries the parts. Either way the parts are
+added in rank order in float32 and the sum is rounded once, so it has the same bits on every rank,
+by either way and for any number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from worker import _native
+from worker.errors import SetupError, StepError
+from worker.sharding import Part
+
+# Elements of x that NCCL gathers at once.
+_NCCL_CHUNK = 1 << 22
+# How long a rank that leaves waits for the others to let go of its memory.
+_CLOSE_S = 5.0
+
+
+class CudaGroup:
+    """The collectives of a rank on one GPU, all put on one stream; `reserve` allocates for them."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store | None,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        timeout_s: float,
+    ) -> None:
+        """`store` joins the ranks and is used by no other group; None does for one rank.
+
+        Ranks wait for each other up to `timeout_s`: here, in `reserve` and in every collective.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._device = device
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._peers: _native.CudaPeers | None = None
+        self._nccl: _NcclSums | None = None
+        self._begins: list[int] = []
+        self._totals = 0
+        self._store: _Meetings | None = None
+        self.same_machine = True
+        if world_size > 1:
+            if store is None:
+                raise SetupError("several ranks need a store")
+            self._store = _Meetings(store, rank, world_size, timeout_s)
+            self.same_machine = len(set(self._store.exchange("machine", _machine()))) == 1
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the calls may be captured in a graph, and a replay ends without a peer."""
+        return self._nccl is None
+
+    def reserve(
+        self,
+        max_tokens: int,
+        hidden_size: int,
+        max_rows: int,
+        parts: list[Part],
+        use_peers: bool = True,
+    ) -> None:
+        """Allocates for sums of up to `max_tokens` rows of `hidden_size`.
+
+        Sums of up to `max_rows` rows (64 at most) are the fastest; a gather has up to `max_rows`
+        rows of `parts` columns. All ranks call this, at about the same time.
+        """
+        if self._store is None:
+            return
+        self._begins = [part.begin for part in parts] + [parts[-1].end]
+        if not (use_peers and self._open_peers(self._store, hidden_size, max_rows)):
+            backend = self._store.nccl(self._timeout_s)
+            self._nccl = _NcclSums(backend, self._stream, max_tokens * hidden_size, max_rows, parts)
+
+    def total(self, value: float) -> float:
+        """The sum of every rank's `value`, in float32."""
+        parts = [value]
+        if self._store is not None:
+            self._totals += 1
+            texts = self._store.exchange(f"total/{self._totals}", repr(value))
+            parts = [float(text) for text in texts]
+        return float(torch.tensor(parts, dtype=torch.float32).sum())
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether all_reduce_add_rms_norm takes x [T, H]."""
+        return self._peers is not None and self._peers.fuses_norm(x.shape[0], x.shape[1])
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x (contiguous, any float type) becomes the sum of all ranks' x, rounded once."""
+        if self.world_size == 1:
+            return
+        if self._peers is not None:
+            self._peers.all_reduce(x if x.ndim == 2 else x.view(1, -1))
+        else:
+            self._fallback().all_reduce(x)
+
+    def all_reduce_add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """all_reduce(delta), then add_rms_norm of CudaOps, to the bit; where fuses_norm(delta)."""
+        if self._peers is None:
+            raise StepError("this group does not fuse")
+        self._peers.all_reduce_add_rms_norm(residual, delta, weight, eps, out)
+
+    def gather_columns(self, local: Tensor, out: Tensor) -> None:
+        """out [B, V] = the ranks' columns side by side; local [B, V / ranks] is this rank's."""
+        if self.world_size == 1:
+            return
+        if self._peers is not None:
+            self._peers.gather_columns(local, self._begins, out)
+        else:
+            self._fallback().gather_columns(local, out)
+
+    def check(self) -> None:
+        """Raises StepError if a peer did not come in time: what was computed since is garbage."""
+        lost = self._peers is not None and self._peers.failed()
+        if lost or (self._nccl is not None and self._nccl.failed()):
+            raise StepError(f"rank {self.rank} lost its group: a peer did not come in time")
+
+    def close(self) -> None:
+        """Leaves the group and gives its memory back; no call may follow."""
+        if self._nccl is not None:
+            self._nccl.close()
+            self._nccl = None
+        if self._peers is not None and self._store is not None:
+            self._stream.synchronize()
+            self._peers.close_peers()
+            self._peers.release(peers_have_closed=self._store.leave("closed"))
+            self._peers = None
+            self._store.leave("left")
+        self._store = None
+
+    def _fallback(self) -> _NcclSums:
+        if self._nccl is None:
+            raise StepError("the group was left, or has reserved nothing")
+        return self._nccl
+
+    def _open_peers(self, store: _Meetings, hidden_size: int, max_rows: int) -> bool:
+        """False where any rank cannot reach another's memory."""
+        if not self.same_machine or self.world_size > _native.CudaPeers.MAX_RANKS:
+            return False
+        peers = _native.CudaPeers(
+            self._device.index,
+            self._stream.cuda_stream,
+            self.rank,
+            self.world_size,
+            min(max_rows, _native.CudaPeers.MAX_ROWS),
+            hidden_size,
+            self._timeout_s,
+        )
+        handles = store.exchange("handle", peers.handle().hex())
+        reason = ""
+        try:
+            peers.open([bytes.fromhex(handle) for handle in handles])
+        except RuntimeError as error:
+            reason = str(error)
+        reasons = store.exchange("opened", reason)
+        if not any(reasons):
+            self._peers = peers
+            return True
+        peers.close_peers()
+        peers.release(peers_have_closed=store.leave("not opened"))
+        return False
+
+
+class _NcclSums:
+    """The same sums and gathers where GPUs do not reach each other's memory."""
+
+    def __init__(
+        self,
+        backend: Any,
+        stream: torch.cuda.Stream,
+        max_elements: int,
+        max_rows: int,
+        parts: list[Part],
+    ) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._parts = parts
+        self._chunk = min(_NCCL_CHUNK, max_elements)
+        self._widest = max(part.size for part in parts)
+        self._works: list[Any] = []
+        floats = len(parts) * max(self._chunk, max_rows * self._widest)
+        self._gathered = torch.empty(floats, device=stream.device)
+        self._total = torch.empty(self._chunk, device=stream.device)
+        self._own = torch.zeros(max_rows * self._widest, device=stream.device)
+
+    def all_reduce(self, x: Tensor) -> None:
+        flat = x.view(-1)
+        with torch.cuda.stream(self._stream):
+            for first in range(0, flat.numel(), self._chunk):
+                part = flat[first : first + self._chunk]
+                by_rank = self._gather(part)
+                total = self._total[: part.numel()]
+                total.copy_(by_rank[0])
+                for other in by_rank[1:]:
+                    total += other
+                part.copy_(total)
+
+    def gather_columns(self, local: Tensor, out: Tensor) -> None:
+        rows = local.shape[0]
+        with torch.cuda.stream(self._stream):
+            own = self._own[: rows * self._widest].view(rows, self._widest)
+            own[:, : local.shape[1]] = local
+            by_rank = self._gather(own.view(-1)).view(len(self._parts), rows, self._widest)
+            for part, columns in zip(self._parts, by_rank, strict=True):
+                out[:, part.begin : part.end] = columns[:, : part.size]
+
+    def failed(self) -> bool:
+        """Whether a collective was given up; the watchdog of torch does that."""
+        results = [work.get_future_result() for work in self._works]
+        self._works = [work for work in self._works if not work.is_completed()]
+        return any(result.done() and result.value() != 0 for result in results)
+
+    def close(self) -> None:
+        """What still waits for a peer ends."""
+        self._backend.abort()
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """All ranks' x [n], by rank [ranks, n]; valid until the next call."""
+        count = len(self._parts) * x.numel()
+        gathered = self._gathered.view(x.dtype)[:count]
+        try:
+            work = self._backend._allgather_base(gathered, x)
+            work.wait()
+        except RuntimeError as error:
+            raise StepError(f"a collective failed: {error}") from error
+        self._works.append(work)
+        return gathered.view(len(self._parts), -1)
+
+
+class _Meetings:
+    """What the ranks tell each other through the store, by name."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = PrefixStore("cuda", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """Every rank's value, in rank order. Raises SetupError naming a rank that did not come."""
+        # No value is empty for the store.
+        self._store.set(f"{name}/{self._rank}", f".{value}")
+        deadline = time.monotonic() + self._timeout_s
+        values = []
+        for rank in range(self._world_size):
+            self._wait(f"{name}/{rank}", deadline, f"waiting for rank {rank}: {name}")
+            values.append(self._store.get(f"{name}/{rank}").decode()[1:])
+        return values
+
+    def leave(self, name: str) -> bool:
+        """Whether all ranks have come to this point, within a short time."""
+        deadline = time.monotonic() + _CLOSE_S
+        try:
+            self._store.set(f"{name}/{self._rank}", ".")
+            for rank in range(self._world_size):
+                self._wait(f"{name}/{rank}", deadline, name)
+        except (SetupError, RuntimeError, DistError):
+            return False
+        return True
+
+    def nccl(self, timeout_s: float) -> Any:
+        """A backend of NCCL; it ends no process when a peer is lost, but gives up what waits."""
+        from torch.distributed import ProcessGroupNCCL
+
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        store = PrefixStore("nccl", self._store)
+        return ProcessGroupNCCL(store, self._rank, self._world_size, options)
+
+    def _wait(self, key: str, deadline: float, what: str) -> None:
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            self._store.wait([key], timedelta(seconds=left))
+        except (RuntimeError, DistError) as error:
+            raise SetupError(f"the group did not come together: {what}: {error}") from error
+
+
+def _machine() -> str:
+    """The same for the processes of one boot of one machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
