@@ -262,6 +262,9 @@ class Scheduler:
     @staticmethod
     def _append_tokens(request: Request, token_ids: tuple[int, ...]) -> int | None:
         """Appends up to the first end id, that one included, and returns it."""
+        if request.end_token_ids.isdisjoint(token_ids):
+            request.generated_token_ids.extend(token_ids)
+            return None
         for token_id in token_ids:
             request.generated_token_ids.append(token_id)
             if token_id in request.end_token_ids:

@@ -108,9 +108,9 @@ class ServeLoop:
             while True:
                 result = await self._group.receive()
                 self.num_results += 1
-                self._tell(self.scheduler.apply_result(result, time.monotonic_ns()))
+                events = self.scheduler.apply_result(result, time.monotonic_ns())
                 self._silence.heard(more_is_due=bool(self.scheduler.outstanding))
-                self._pump()
+                self._pump(events)
         except GroupError as error:
             return error
         except ResultError as error:
@@ -140,13 +140,20 @@ class ServeLoop:
             # Raised again where `serve` waits, which is the one place that handles it.
             self._group.fail(EngineBugError(repr(error)))
 
-    def _pump(self) -> None:
-        """Ends what is due, then plans and sends while the scheduler has commands."""
+    def _pump(self, events: Iterable[Event] = ()) -> None:
+        """Ends what is due, plans and sends while the scheduler has commands, then tells `events`.
+
+        Workers first: what the clients' tasks do with an event would hold up a command behind it.
+        """
         now_ns = time.monotonic_ns()
-        self._tell(self.scheduler.expire(now_ns))
+        expired = self.scheduler.expire(now_ns)
         self._arm_deadline_timer(now_ns)
-        if not self._is_serving:
-            return
+        if self._is_serving:
+            self._send_commands(now_ns)
+        self._tell(events)
+        self._tell(expired)
+
+    def _send_commands(self, now_ns: int) -> None:
         while (command := self.scheduler.plan_step(now_ns)) is not None:
             self._group.send(command)
             self._silence.expect()

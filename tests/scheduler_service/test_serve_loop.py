@@ -1,8 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 
-from scheduler_service.serve_loop import SilenceWatch
+from scheduler_driver import make_limits, make_request
+
+from fakes import FakeWorker
+from scheduler_service.errors import GroupError
+from scheduler_service.request import FinishedEvent, TokenEvent
+from scheduler_service.scheduler import Scheduler
+from scheduler_service.serve_loop import ServeLoop, SilenceWatch
+from scheduler_service.step import StepCommand
 
 
 async def test_silence_is_told_once_it_lasted():
@@ -38,3 +47,48 @@ async def test_suspended_it_counts_but_does_not_tell():
         while watch.silence_ns < 20_000_000:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     assert told == []
+
+
+class LocalGroup:
+    """Runs a command as it is sent, for delay_s; lost when nothing is due."""
+
+    def __init__(self, order, delay_s=0.0):
+        self.order = order
+        self.delay_s = delay_s
+        self.worker = FakeWorker(num_slots=1)
+        self.results = deque()
+
+    def send(self, command):
+        self.order.append(command)
+        time.sleep(self.delay_s)
+        self.results.append(self.worker.run(command))
+
+    async def receive(self):
+        if not self.results:
+            raise GroupError("nothing is due")
+        return self.results.popleft()
+
+
+async def what_happens(delay_s=0.0, **fields):
+    """Kinds of the commands and events of one request, in order."""
+    order = []
+    limits = make_limits(num_slots=1, max_outstanding=1, max_steps_per_command=1)
+    scheduler = Scheduler(limits)
+    scheduler.submit(make_request("a", max_new_tokens=3, **fields))
+    loop = ServeLoop(scheduler, LocalGroup(order, delay_s), order.extend, worker_timeout_s=60)
+    await loop.serve()
+    loop.close()
+    return [type(entry) for entry in order]
+
+
+async def test_the_next_command_goes_out_before_clients_are_told():
+    assert await what_happens() == [
+        *(StepCommand, StepCommand, TokenEvent),
+        *(StepCommand, TokenEvent),
+        *(TokenEvent, FinishedEvent),
+    ]
+
+
+async def test_tokens_of_a_late_result_come_before_the_deadline_that_it_passed():
+    kinds = await what_happens(delay_s=0.02, deadline_ns=time.monotonic_ns() + 5_000_000)
+    assert kinds == [StepCommand, TokenEvent, FinishedEvent]
