@@ -22,6 +22,9 @@ _worker_log = logging.getLogger("slotwise.worker")
 _MAX_LINE_BYTES = 1024 * 1024
 _NUM_LAST_LINES = 20
 _TERM_GRACE_S = 3.0
+# For the workers, unless set. Programs with NVLink multicast have put all GPUs of a host out of
+# service for a day; the sums between ranks do without.
+_WORKER_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # A line that a worker logged: the time (ours is the same), the level, the rest.
 _LOG_LINE = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 
@@ -33,16 +36,21 @@ class WorkerExitError(SetupError):
     """A worker process ended by itself; the message has its last words."""
 
 
-def worker_command(model_dir: str, world_size: int, num_threads: int) -> Command:
-    """`python -m worker` of this interpreter. num_threads 0: cores // world_size, at least 1."""
+def worker_command(model_dir: str, world_size: int, num_threads: int, device: str) -> Command:
+    """`python -m worker` of this interpreter. num_threads 0: cores // world_size, at least 1.
+
+    device "cuda": rank r is given the r-th of the visible GPUs; "auto": it is told nothing.
+    """
     threads = num_threads or max(1, (os.cpu_count() or 1) // world_size)
 
-    def command(_rank: int, address: str) -> Sequence[str]:
+    def command(rank: int, address: str) -> Sequence[str]:
+        devices = {"auto": [], "cpu": ["--device", "cpu"], "cuda": ["--device", f"cuda:{rank}"]}
         return [
             *(sys.executable, "-m", "worker"),
             *("--listen", address),
             *("--model", model_dir),
             *("--threads", str(threads)),
+            *devices[device],
             "--exit-with-parent",
         ]
 
@@ -159,6 +167,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            env={**_WORKER_ENVIRONMENT, **os.environ},
             limit=_MAX_LINE_BYTES,
             # Ctrl-C is for us alone: workers must outlive the drain.
             start_new_session=True,

@@ -63,7 +63,9 @@ class WorkerGroup:
         self._pool: WorkerPool | None = None
         self._supervisor = supervisor
         if supervisor is None and not config.worker_addresses:
-            command = worker_command(config.model_dir, config.world_size, config.num_threads)
+            command = worker_command(
+                config.model_dir, config.world_size, config.num_threads, config.device
+            )
             self._supervisor = Supervisor(config.world_size, command)
 
     @property

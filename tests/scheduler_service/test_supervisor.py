@@ -164,10 +164,31 @@ async def test_an_end_of_its_own_is_logged_and_one_by_us_is_not(caplog):
 
 
 def test_the_command_of_a_worker():
-    command = worker_command("/models/m", 2, 0)(1, "unix:/x.sock")
+    command = worker_command("/models/m", 2, 0, "auto")(1, "unix:/x.sock")
     assert command[1:5] == ["-m", "worker", "--listen", "unix:/x.sock"]
     threads = int(command[command.index("--threads") + 1])
     assert threads == max(1, (os.cpu_count() or 1) // 2)
     assert command[-1] == "--exit-with-parent"
-    assert "5" in worker_command("/models/m", 2, 5)(0, "unix:/x.sock")
+    assert "5" in worker_command("/models/m", 2, 5, "auto")(0, "unix:/x.sock")
     assert Path(command[0]).name.startswith("python")
+
+
+@pytest.mark.parametrize(("device", "given"), [("auto", ""), ("cpu", "cpu"), ("cuda", "cuda:1")])
+def test_the_device_of_a_worker(device, given):
+    command = worker_command("/models/m", 2, 0, device)(1, "unix:/x.sock")
+    after = command[command.index("--device") + 1] if "--device" in command else ""
+    assert after == given
+
+
+@pytest.mark.parametrize(("own", "seen"), [(None, "0 1"), ("1", "1 1")])
+async def test_workers_leave_nvlink_multicast_alone_unless_told(monkeypatch, caplog, own, seen):
+    caplog.set_level("INFO")
+    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(names[0], own)
+    code = f"import os; print(*(os.environ[name] for name in {names}))"
+    await until_exit(Supervisor(1, python_command(code)))
+    lines = [record.message for record in caplog.records if record.name == "slotwise.worker"]
+    assert lines == [f"worker 0: {seen}"]

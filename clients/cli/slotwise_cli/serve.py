@@ -23,7 +23,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of te
 ServerOption = Annotated[str, typer.Option(help="Server as host:port.")]
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="Weights in memory: auto, float32 or bfloat16.")
+    str | None, typer.Option(help="Weights in memory: auto, float32, bfloat16 or float16.")
 ]
 
 DEFAULT_SERVER = "127.0.0.1:50051"
@@ -43,13 +43,16 @@ def serve(
     model: ModelArgument,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port, 0 takes a free one [50051].")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1].")] = None,
     num_slots: Annotated[int | None, typer.Option(help="Requests that run at once [8].")] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Prompt and answer together, in tokens.")
     ] = None,
     dtype: DtypeOption = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="KV cache: float32 or bfloat16.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="KV cache: auto, float32, bfloat16 or float16.")
+    ] = None,
     max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
     served_name: Annotated[str | None, typer.Option(help="Name; else the folder's.")] = None,
@@ -72,6 +75,7 @@ def serve(
     flags = server_flags(
         host=host,
         port=port,
+        device=device,
         tp=tp,
         num_slots=num_slots,
         max_seq_len=max_seq_len,
@@ -186,5 +190,4 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 
 
 def _log_to_stderr(line: str) -> None:
-    if not line.startswith("error: "):
-        print(line, file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)

@@ -46,6 +46,8 @@ class ServerProcess:
         )
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._last_lines: deque[str] = deque(maxlen=50)
+        # The paragraph in which the child says why it ends, the last that it prints.
+        self._error: list[str] = []
         self._readers = [
             threading.Thread(target=self._read_events, daemon=True),
             threading.Thread(target=self._read_log, args=(log,), daemon=True),
@@ -69,9 +71,8 @@ class ServerProcess:
     def failure(self) -> CliError:
         """Why the child ended."""
         code = self.wait()
-        errors = [line for line in self._last_lines if line.startswith("error: ")]
-        if errors:
-            return CliError(errors[-1].removeprefix("error: "), exit_code=code or 1)
+        if self._error:
+            return CliError("\n".join(self._error).removeprefix("error: "), exit_code=code or 1)
         last = self._last_lines[-1] if self._last_lines else "it printed nothing"
         how = f"was killed by signal {code - 128}" if code > 128 else f"ended with status {code}"
         return CliError(f"the scheduler {how}; its last words: {last}", exit_code=code or 1)
@@ -109,8 +110,12 @@ class ServerProcess:
     def _read_log(self, log: LogSink) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._last_lines.append(line.rstrip())
-            log(line.rstrip())
+            text = line.rstrip()
+            if self._error or text.startswith("error: "):
+                self._error.append(text)
+                continue
+            self._last_lines.append(text)
+            log(text)
 
 
 def report_event(event: Event, report: Report) -> None:
