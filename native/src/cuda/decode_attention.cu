@@ -141,13 +141,18 @@ class Decoder {
         groups_(kv_heads_ * passes_),
         max_tiles_(tiles_of(static_cast<int>(cache_.num_positions) - 1)) {}
 
+  // The positions and the rows of the cache that are copied are of earlier steps: no kernel of this
+  // one writes them, so the first copies start while the predecessor ends.
   __device__ void run() {
-    clear_idle_rows();
     int left = 0;
     Item item = first_item(left);
+    if (left > 0) {
+      start_key(item);
+      if constexpr (kTwoBuffers) start_value(item);
+    }
+    wait_for_predecessor();
+    clear_idle_rows();
     if (left == 0) return;
-    start_key(item);
-    if constexpr (kTwoBuffers) start_value(item);
     prepare_queries(item);
     for (int tiles_done = 1;; ++tiles_done) {
       const Item next = left > 1 ? after(item) : item;
@@ -520,7 +525,6 @@ __global__ __launch_bounds__(kThreads, D > 128 ? 2 : 3) void decode_kernel(
     const __grid_constant__ DecodeAttentionParams params, float c) {
   extern __shared__ uint4 memory[];
   start_successor();
-  wait_for_predecessor();
   Decoder<T, D>(params, c, *reinterpret_cast<Shared<T, D>*>(memory)).run();
 }
 

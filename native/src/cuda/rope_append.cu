@@ -11,7 +11,7 @@ constexpr int kWarps = 8;
 // One warp for a head of a row.
 template <typename T, int D>
 __global__ __launch_bounds__(kWarps * 32) void rope_append_kernel(ChunkParams params) {
-  start_successor();
+  // No early start of the successor: decode attention reads the cache before its own wait.
   wait_for_predecessor();
   const AttentionInput& in = params.input;
   const CacheParams& cache = in.cache;
