@@ -139,9 +139,12 @@ class CudaGroup:
         if self._peers is not None and self._store is not None:
             self._stream.synchronize()
             self._peers.close_peers()
-            self._peers.release(peers_have_closed=self._store.leave("closed"))
+            closed = self._store.leave("closed")
+            self._peers.release(closed)
             self._peers = None
-            self._store.leave("left")
+            if closed:
+                # The store is rank 0's: it stays until all have seen that all have closed.
+                self._store.leave("left")
         self._store = None
 
     def _fallback(self) -> _NcclSums:
@@ -173,7 +176,7 @@ class CudaGroup:
             self._peers = peers
             return True
         peers.close_peers()
-        peers.release(peers_have_closed=store.leave("not opened"))
+        peers.release(store.leave("not opened"))
         return False
 
 
