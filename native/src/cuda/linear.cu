@@ -20,7 +20,6 @@ namespace {
 constexpr int kSlab = 64;       // K of a slab; its rows are as wide as the swizzle, 128 bytes
 constexpr int kRowBytes = 128;  // of a slab
 constexpr int kWgmmaRows = 64;  // weight rows an instruction multiplies
-constexpr int kWgmmaK = 16;
 constexpr int kMaxGroups = 3;  // warpgroups that multiply, 64 rows each
 constexpr int kGroupThreads = 128;
 constexpr int kMaxStages = 32;
@@ -179,6 +178,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
     ahead.advance();
     steps_ahead.advance();
   }
+  prefetch_map(x_map);
   wait_for_predecessor();
   Steps steps(plan);
 #pragma unroll 1
@@ -202,7 +202,9 @@ __device__ __forceinline__ void store_pair(const Args& args, int64_t token, int6
                                            float second) {
   const int64_t start = token * args.out_stride;
   if (args.float32_out) {
-    *reinterpret_cast<float2*>(static_cast<float*>(args.out) + start + n) = {first, second};
+    float* out = static_cast<float*>(args.out) + start + n;
+    out[0] = first;
+    out[1] = second;
     return;
   }
   T* out = static_cast<T*>(args.out) + start;
@@ -254,8 +256,8 @@ __device__ __forceinline__ void consume(const Args& args, Ring ring, int group) 
       const uint64_t b = matrix_descriptor(ring.x() + slab * kTokens * kRowBytes);
       begin_multiplying();
 #pragma unroll
-      for (int k = 0; k < kSlab / kWgmmaK; ++k) {
-        const uint64_t offset = k * kWgmmaK * 2 >> 4;
+      for (int k = 0; k < kSlab / 16; ++k) {
+        const uint64_t offset = k * 16 * 2 >> 4;
         multiply<T>(c, a + offset, b + offset);
       }
       end_group();
@@ -333,7 +335,7 @@ CUtensorMap map_matrix(const void* data, int64_t rows, int64_t k, int64_t stride
                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                      3, const_cast<void*>(data), sizes, strides, box, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("linear: no tensor map for these addresses and strides: error " +
                              std::to_string(result));

@@ -56,6 +56,10 @@ __device__ __forceinline__ uint64_t evict_last() {
   return policy;
 }
 
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // The box at (row, slab) of `map`, [slabs, rows, 64], to `target`.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int row, int slab,
                                          uint32_t barrier, uint64_t policy) {
