@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -18,12 +17,21 @@ from rich.table import Table
 
 from slotwise_client import Client, ModelInfo, ServerInfo
 
+from .bench_files import JsonFileOption, PlotOption, check_files, write_json_file
+from .bench_kernels import kernels
+from .bench_steps import steps
+from .helper_process import run_json
+from .limits import BandwidthOption, MemoryLimit, find_limit
 from .measure import Level, Run, Spread, Work, run_once
+from .number_list import numbers
 from .output import CliError, Output, Report
+from .plots import plot_ladder
 from .serve import DtypeOption, JsonFlag, model_folder, server_flags
 from .server_process import running_server
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
+bench.command()(steps)
+bench.command()(kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +57,34 @@ def ladder(
     model: Annotated[
         str | None, typer.Option(help="A checkpoint folder, or `demo` (the default).")
     ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     dtype: DtypeOption = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
     concurrency: Annotated[str, typer.Option(help="Numbers, with commas.")] = "1,2,4,8",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    new_tokens: Annotated[int, typer.Option("--output-tokens", "--new-tokens", min=2)] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 3,
     server: Annotated[str | None, typer.Option(help="Measure this running server.")] = None,
     in_process: Annotated[bool, typer.Option(help="Also the engine without gRPC.")] = True,
     peer: Annotated[str | None, typer.Option(help="Also `transformers`, float32, n=1.")] = None,
+    bandwidth: BandwidthOption = None,
+    json_file: JsonFileOption = None,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure 1, 2, 4, 8 requests at once: TTFT, ITL, tokens/s, ratio to one, prefill share."""
     _check_peer(peer)
+    check_files(json_file, plot)
     output = Output(as_json)
-    plan = Plan(Work(prompt_tokens, new_tokens), _counts(concurrency), repeats)
-    chosen = server_flags(dtype=dtype, tp=tp, threads=threads)
+    plan = Plan(Work(prompt_tokens, new_tokens), numbers("--concurrency", concurrency), repeats)
+    chosen = server_flags(device=device, dtype=dtype, tp=tp, threads=threads)
     # With --server a model is read by the peer alone.
     refused = ["--model"] if model and not peer else chosen
     if server is not None and refused:
         raise CliError(f"{refused[0]} is for a server of our own, not for --server", exit_code=2)
     room = server_flags(num_slots=max(plan.concurrency), max_seq_len=prompt_tokens + new_tokens)
+    limit = None
     with output.progress() as report:
         if server is not None:
             served = _measure_server(server, plan, report)
@@ -78,7 +92,8 @@ def ladder(
             folder = model_folder(model or "demo", report)
             with running_server(folder, chosen + room, report) as address:
                 served = _measure_server(address, plan, report)
-        result = _summary(served, plan)
+            limit = find_limit(folder, served.server, bandwidth, report)
+        result = _summary(served, plan, limit)
         if in_process and server is None and (tp or 1) == 1:
             _add_engine(result, _run_engine(folder, served, plan, report))
         elif in_process:
@@ -86,17 +101,13 @@ def ladder(
         if peer:
             folder = model_folder(model or "demo", report)
             _add_peer(result, _run_peer(folder, served, plan, report))
+    write_json_file(json_file, result)
+    if plot is not None:
+        plot_ladder(result, plot)
     if as_json:
         output.json(result)
     else:
         _show(result, output)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise CliError(f"--concurrency {text!r} is not a list like 1,2,4,8", exit_code=2)
-    return tuple(int(part) for part in parts)
 
 
 def _check_peer(peer: str | None) -> None:
@@ -111,23 +122,36 @@ def _measure_server(address: str, plan: Plan, report: Report) -> Served:
     with Client(address) as client:
         model, info = client.model_info(timeout=60), client.server_info(timeout=60)
     runs: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
-    warm_up = plan.work.prompts(model, 1, seed=0)
-    asyncio.run(run_once(address, warm_up, 2))
+    firsts: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
+    for count in (1, max(plan.concurrency)):
+        warm_up = plan.work.prompts(model, count, seed=0)
+        asyncio.run(run_once(address, warm_up, 2))
     for repeat in range(plan.repeats):
         for count in plan.concurrency:
             report(f"{count} at once, round {repeat + 1} of {plan.repeats}", 0, 0)
-            prompts = plan.work.prompts(model, count, seed=1000 * (repeat + 1) + count)
+            seed = 1000 * (repeat + 1) + count
+            prompts = plan.work.prompts(model, count, seed)
             runs[count].append(asyncio.run(run_once(address, prompts, plan.work.new_tokens)))
-    return Served(model, info, tuple(Level.of(count, runs[count]) for count in plan.concurrency))
+            # Other prompts, so that nothing of the round before can be used again.
+            others = plan.work.prompts(model, count, seed + 500)
+            firsts[count].append(asyncio.run(run_once(address, others, 1)))
+    levels = (Level.of(count, runs[count], firsts[count]) for count in plan.concurrency)
+    return Served(model, info, tuple(levels))
 
 
-def _summary(served: Served, plan: Plan) -> dict[str, Any]:
+def _summary(served: Served, plan: Plan, limit: MemoryLimit | None) -> dict[str, Any]:
     worker = served.server.workers[0]
     one = next((level for level in served.levels if level.concurrency == 1), None)
     levels = []
     for level in served.levels:
-        ratio, decode_ratio = _ratios(level, one)
-        levels.append({**asdict(level), "ratio_to_one": ratio, "decode_ratio_to_one": decode_ratio})
+        row = {**asdict(level), **_ratios(level, one)}
+        if limit is not None:
+            # In the middle of the answer, as many tokens lie in the cache as on average.
+            tokens = plan.work.prompt_tokens + plan.work.new_tokens / 2
+            step_ms = limit.step_ms(level.concurrency * tokens)
+            row["limit_tokens_per_s"] = level.concurrency / step_ms * 1e3
+        levels.append(row)
+    bandwidth = {} if limit is None else {"memory_bytes_per_s": limit.bytes_per_s}
     return {
         "model": served.model.name,
         "device": worker.device,
@@ -139,18 +163,18 @@ def _summary(served: Served, plan: Plan) -> dict[str, Any]:
         "prompt_tokens": plan.work.prompt_tokens,
         "new_tokens": plan.work.new_tokens,
         "repeats": plan.repeats,
+        **bandwidth,
         "levels": levels,
     }
 
 
-def _ratios(level: Level, one: Level | None) -> tuple[float | None, float | None]:
+def _ratios(level: Level, one: Level | None) -> dict[str, float | None]:
     """tokens/s of a level over those of one request: of the whole work, and of decode alone."""
-    if one is None:
-        return None, None
-    return (
-        level.tokens_per_s.median / one.tokens_per_s.median,
-        level.decode_tokens_per_s.median / one.decode_tokens_per_s.median,
-    )
+    ratios: dict[str, float | None] = {}
+    for name in ("", "decode_", "difference_"):
+        mine, its = (getattr(at, f"{name}tokens_per_s", None) for at in (level, one))
+        ratios[f"{name}ratio_to_one"] = mine.median / its.median if mine and its else None
+    return ratios
 
 
 def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dict[int, list[float]]:
@@ -163,6 +187,8 @@ def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dic
         json.dump(prompts, prompts_file)
         prompts_file.flush()
         command = [sys.executable, "-m", "worker", "bench", "--model", str(folder)]
+        if worker.device.startswith("cuda"):
+            command += ["--device", "cuda"]
         command += ["--dtype", worker.weight_dtype, "--kv-dtype", worker.kv_dtype]
         command += ["--threads", str(worker.num_threads), "--new-tokens", str(plan.work.new_tokens)]
         command += ["--prompt-token-ids-json", prompts_file.name, "--concurrency", *rounds]
@@ -208,16 +234,6 @@ def _add_peer(result: dict[str, Any], answer: dict[str, Any]) -> None:
     result["peer"] = peer
 
 
-def run_json(command: list[str], text: str = "") -> dict[str, Any]:
-    """Run a helper of ours that prints JSON; CliError with its last line when it fails."""
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise CliError(f"`{' '.join(command[1:4])}` failed: {last}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
 def _show(result: dict[str, Any], output: Output) -> None:
     output.line(
         f"{result['model']}, {result['device']}, {result['weight_dtype']}, TP {result['tp']}, "
@@ -227,17 +243,21 @@ def _show(result: dict[str, Any], output: Output) -> None:
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="tok/s with prefill, then of decode alone; TTFT p50, ITL p50 and p99 in ms; "
-        "time: of the server over the engine's",
+        caption="tok/s with prefill, of decode alone, and by difference, n (tokens - 1) / (time of "
+        "all - time of the first); TTFT p50, ITL p50 and p99 in ms; time: of the server over the "
+        "engine's; limit: tok/s that memory allows",
     )
-    heads = ["n", "tok/s", "+-", "x", "decode", "x", "TTFT", "ITL", "p99", "prefill"]
+    heads = ["n", "tok/s", "+-", "x", "decode", "x", "by diff", "x"]
+    heads += ["TTFT", "ITL", "p99", "prefill"]
     if "grpc_time_ratio" in result["levels"][0]:
         heads += ["engine", "time"]
+    if "limit_tokens_per_s" in result["levels"][0]:
+        heads += ["limit"]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for level in result["levels"]:
         table.add_row(*_row(level))
-    output.stdout.print(table)
+    output.table(table)
     if "peer" in result:
         peer = result["peer"]
         ratio = f"; Slotwise at n=1: {peer['ratio_at_one']:.2f}x" if "ratio_at_one" in peer else ""
@@ -246,6 +266,7 @@ def _show(result: dict[str, Any], output: Output) -> None:
 
 def _row(level: dict[str, Any]) -> list[str]:
     speed = Spread(**level["tokens_per_s"])
+    difference = level["difference_tokens_per_s"]
     cells = [
         str(level["concurrency"]),
         f"{speed.median:.1f}",
@@ -253,14 +274,18 @@ def _row(level: dict[str, Any]) -> list[str]:
         _times(level["ratio_to_one"]),
         f"{level['decode_tokens_per_s']['median']:.1f}",
         _times(level["decode_ratio_to_one"]),
-        f"{level['ttft_ms_p50']:.0f}",
-        f"{level['itl_ms_p50']:.1f}",
-        f"{level['itl_ms_p99']:.1f}",
+        "-" if difference is None else f"{difference['median']:.1f}",
+        _times(level["difference_ratio_to_one"]),
+        f"{level['ttft_ms_p50']:.1f}",
+        f"{level['itl_ms_p50']:.2f}",
+        f"{level['itl_ms_p99']:.2f}",
         f"{level['prefill_share'] * 100:.0f}%",
     ]
     if "grpc_time_ratio" in level:
         cells.append(f"{level['in_process_tokens_per_s']['median']:.1f}")
         cells.append(f"{level['grpc_time_ratio']:.3f}")
+    if "limit_tokens_per_s" in level:
+        cells.append(f"{level['limit_tokens_per_s']:.0f}")
     return cells
 
 

@@ -18,10 +18,10 @@ import typer
 
 from slotwise_client import Client, Health, SlotwiseError
 
-from .bench import run_json
 from .demo_model import cache_dir, demo_model_dir, is_demo_model_ready
 from .finding import Finding, gib
 from .gpu_findings import gpu_findings
+from .helper_process import run_json
 from .output import CliError, Color, Output, report_nothing
 from .serve import DEFAULT_SERVER, DtypeOption, JsonFlag, ServerOption, model_folder, server_flags
 

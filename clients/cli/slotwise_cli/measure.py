@@ -97,6 +97,43 @@ async def run_once(address: str, prompts: Prompts, new_tokens: int) -> Run:
     return Run(tuple(timelines), prefill / max(prefill + decode, 1))
 
 
+async def decode_window(address: str, prompts: Prompts, num_steps: int, room: int) -> list[float]:
+    """Milliseconds per decode step of each request while all of them decode, for `num_steps`.
+
+    The window begins when the last request has its first token; those before it decode beside its
+    prefill meanwhile, within `room` tokens each. All requests are cancelled at the end.
+    """
+    waiting = len(prompts)
+
+    async def follow(client: AsyncClient, prompt: Sequence[int]) -> list[tuple[float, int]]:
+        nonlocal waiting
+        window: list[tuple[float, int]] = []
+        started = False
+        request = client.generate(
+            prompt, temperature=0, max_new_tokens=room, ignore_eos=True, timeout=600
+        )
+        async with request as stream:
+            async for event in stream:
+                if not isinstance(event, Delta) or not event.token_ids:
+                    continue
+                waiting -= not started
+                started = True
+                if waiting == 0:
+                    window.append((time.perf_counter(), len(event.token_ids)))
+                if sum(count for _, count in window[1:]) >= num_steps:
+                    break
+        return window
+
+    async with AsyncClient(address) as client:
+        windows = await asyncio.gather(*(follow(client, prompt) for prompt in prompts))
+    return [_ms_per_token(window) for window in windows if len(window) > 1]
+
+
+def _ms_per_token(window: Sequence[tuple[float, int]]) -> float:
+    seconds = window[-1][0] - window[0][0]
+    return seconds * 1e3 / sum(count for _, count in window[1:])
+
+
 async def _follow(client: AsyncClient, prompt: Sequence[int], new_tokens: int) -> Timeline:
     arrivals: list[tuple[float, int]] = []
     sent = time.perf_counter()
@@ -141,10 +178,16 @@ class Level:
     itl_ms_p50: float
     itl_ms_p99: float
     prefill_share: float
+    # The same rate as others reckon it, from two rounds: n x (tokens - 1) / (time of all tokens -
+    # time of the first ones). None where that was not measured, or is no time at all.
+    difference_tokens_per_s: Spread | None
 
     @classmethod
-    def of(cls, concurrency: int, runs: Sequence[Run]) -> "Level":
-        """At least one run, each of at least two tokens per request."""
+    def of(cls, concurrency: int, runs: Sequence[Run], firsts: Sequence[Run] = ()) -> "Level":
+        """At least one run, each of at least two tokens per request.
+
+        `firsts`: as many runs of the same size in which every request asked for one token.
+        """
         ttfts = [timeline.ttft_ms for run in runs for timeline in run.timelines]
         gaps = [gap for run in runs for timeline in run.timelines for gap in timeline.itl_ms]
         return cls(
@@ -157,7 +200,19 @@ class Level:
             itl_ms_p50=percentile(gaps, 50),
             itl_ms_p99=percentile(gaps, 99),
             prefill_share=statistics.median(run.prefill_share for run in runs),
+            difference_tokens_per_s=_by_difference(runs, firsts),
         )
+
+
+def _by_difference(runs: Sequence[Run], firsts: Sequence[Run]) -> Spread | None:
+    rates = []
+    for run, first in zip(runs, firsts, strict=bool(firsts)):
+        seconds = run.wall_s - first.wall_s
+        tokens = sum(timeline.num_tokens - 1 for timeline in run.timelines)
+        if seconds <= 0:
+            return None
+        rates.append(tokens / seconds)
+    return Spread.of(rates) if rates else None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

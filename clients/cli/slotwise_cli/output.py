@@ -9,9 +9,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 # (stage, done, total); total is 0 while it is not known. Units are the caller's, mostly bytes.
 Report = Callable[[str, int, int], None]
+
+# Columns; more than any table of ours needs.
+_WIDE = 240
 
 
 class CliError(Exception):
@@ -52,6 +56,10 @@ class Output:
     def line(self, text: str) -> None:
         """A line of the result, taken literally."""
         self.stdout.print(text, markup=False)
+
+    def table(self, table: Table) -> None:
+        """A table of the result in its full width: a terminal may wrap it, nothing is cut off."""
+        Console(file=self.stdout.file, width=_WIDE, soft_wrap=True).print(table)
 
     def text(self, text: str) -> None:
         """A piece of generated text, taken literally and shown at once."""

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from slotwise_cli import bench
-from slotwise_cli.output import CliError
+from slotwise_cli import bench, limits
+from slotwise_cli.geometry import model_config
+from slotwise_cli.measure import Level, Run, Timeline, Work
+from slotwise_cli.output import CliError, report_nothing
 
 
 def test_a_running_server_is_measured(slotwise, served):
@@ -81,3 +84,105 @@ def test_a_helper_that_fails_gives_its_last_line():
     command = [sys.executable, "-c", "import sys; sys.exit('first\\nworker: no such model')"]
     with pytest.raises(CliError, match="worker: no such model"):
         bench.run_json(command)
+
+
+def test_the_exit_status_of_a_refusal_is_passed_on():
+    with pytest.raises(CliError) as refused:
+        bench.run_json([sys.executable, "-c", "import sys; print('no', file=sys.stderr); exit(2)"])
+    assert refused.value.exit_code == 2
+
+
+def test_files_are_written_beside_the_table(slotwise, served, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["bench", "ladder", "--concurrency", "1,2", "--repeats", "1", "--output-tokens", "5"]
+    json_file, plot = tmp_path / "ladder.json", tmp_path / "ladder.png"
+    files = ["--json-file", str(json_file), "--plot", str(plot)]
+    done = slotwise(*words, *files, "--server", served.address)
+    assert done.code == 0, done.err
+    assert "by diff" in done.out
+    assert [row["concurrency"] for row in json.loads(json_file.read_text())["levels"]] == [1, 2]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["ladder", "steps"])
+def test_files_that_could_not_be_written_are_told_before_work(slotwise, tmp_path, command):
+    for flag in ("--plot", "--json-file"):
+        done = slotwise("bench", command, flag, str(tmp_path / "none" / "file"))
+        assert done.code == 1
+        assert f"no folder '{tmp_path}/none'" in done.err
+
+
+def test_a_plot_without_matplotlib_says_how_to_get_it(slotwise, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    done = slotwise("bench", "ladder", "--plot", str(tmp_path / "a.png"))
+    assert done.code == 1
+    assert "pip install 'slotwise[plot]'" in done.err
+
+
+def test_requests_for_one_token_give_the_rate_by_difference(slotwise, served):
+    words = ["bench", "ladder", "--concurrency", "2", "--repeats", "1", "--new-tokens", "5"]
+    assert slotwise(*words, "--json", "--server", served.address).code == 0
+    sent = [r for r in served.script.requests if r.DESCRIPTOR.name == "GenerateRequest"]
+    # Two rounds of warm-up (1 and 2 requests), then all tokens, then the first ones.
+    assert [r.max_new_tokens for r in sent] == [2, 2, 2, 5, 5, 1, 1]
+    assert len({tuple(r.token_ids.ids) for r in sent[3:]}) == 4, "prompts are used once"
+
+
+def test_the_limit_of_memory_stands_beside():
+    model = SimpleNamespace(name="m")
+    worker = SimpleNamespace(device="cuda:0", weight_dtype="bfloat16", kv_dtype="bfloat16")
+    worker.num_threads = 1
+    server = SimpleNamespace(workers=(worker,))
+    runs = [Run((Timeline(0.0, ((1.0, 1), (2.0, 7))),), 0.1)]
+    served = bench.Served(model, server, (Level.of(2, runs),))
+    limit = SimpleNamespace(step_ms=lambda tokens: tokens / 100, bytes_per_s=4e12)
+    result = bench._summary(served, bench.Plan(Work(96, 8), (2,), 1), limit)
+    # 2 x (96 + 4) tokens: 2 ms for 2 tokens.
+    assert result["levels"][0]["limit_tokens_per_s"] == pytest.approx(1000)
+    assert result["memory_bytes_per_s"] == 4e12
+    assert result["levels"][0]["difference_ratio_to_one"] is None
+
+
+def test_the_limit_is_of_the_weights_and_the_bandwidth(monkeypatch, tmp_path):
+    config = model_config("qwen3-8b")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+
+    def rates(command):
+        asked.append(command[2:])
+        return {"copy_bytes_per_s": 4.19e12}
+
+    monkeypatch.setattr(limits, "run_json", rates)
+    worker = SimpleNamespace(device="cuda:0", weight_dtype="bfloat16", kv_dtype="bfloat16")
+    server = SimpleNamespace(workers=(worker,))
+    limit = limits.find_limit(tmp_path, server, None, report_nothing)
+    assert asked == [["worker", "bench-kernels", "--roofs-only"]]
+    # As peers/README.md has it: 277 tok/s.
+    assert 1e3 / limit.step_ms(0) == pytest.approx(277, rel=0.003)
+    two = limits.find_limit(
+        tmp_path, SimpleNamespace(workers=(worker,) * 2), 4190.0, report_nothing
+    )
+    assert two.step_ms(0) == pytest.approx(limit.step_ms(0) / 2)
+    assert len(asked) == 1
+    worker.device = "cpu"
+    assert limits.find_limit(tmp_path, server, None, report_nothing) is None
+
+
+def test_an_engine_on_a_gpu_is_measured_there(monkeypatch, tmp_path):
+    asked = []
+
+    def run(command):
+        asked.append(command)
+        return {"ladder": [{"concurrency": 1, "wall_ms": 5.0}, {"concurrency": 1, "wall_ms": 7.0}]}
+
+    monkeypatch.setattr(bench, "run_json", run)
+    worker = SimpleNamespace(device="cuda:0", weight_dtype="bfloat16", kv_dtype="bfloat16")
+    worker.num_threads = 1
+    model = SimpleNamespace(vocab_size=9, end_token_ids=(), bos_token_id=None)
+    served = bench.Served(model, SimpleNamespace(workers=(worker,)), ())
+    plan = bench.Plan(Work(4, 8), (1,), 2)
+    assert bench._run_engine(tmp_path, served, plan, report_nothing) == {1: [5.0, 7.0]}
+    assert asked[0][asked[0].index("--device") + 1] == "cuda"
+    worker.device = "cpu"
+    bench._run_engine(tmp_path, served, plan, report_nothing)
+    assert "--device" not in asked[1]

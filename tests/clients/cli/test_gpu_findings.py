@@ -208,7 +208,9 @@ def test_without_a_card_the_cpu_serves(driver, nvml):
 
 
 def test_the_doctor_says_no_driver_and_goes_on(slotwise, monkeypatch):
-    monkeypatch.setattr(module, "find_gpus", lambda: find_gpus(FakeNvml(error=LibraryNotFoundError())))
+    monkeypatch.setattr(
+        module, "find_gpus", lambda: find_gpus(FakeNvml(error=LibraryNotFoundError()))
+    )
     done = slotwise("doctor", "--server", "127.0.0.1:1")
     assert done.code == 0
     assert "GPU: no NVIDIA driver" in done.out

@@ -53,6 +53,15 @@ def test_a_level_sums_up_its_rounds():
     assert level.prefill_share == 0.3
 
 
+def test_the_rate_by_difference_leaves_the_first_tokens_out():
+    run = Run((timeline(0.0, (1.0, 1), (6.0, 4)), timeline(0.0, (2.0, 1), (7.0, 4))), 0.5)
+    first = Run((timeline(5.0, (6.0, 1)), timeline(5.0, (7.0, 1))), 1.0)
+    # 2 x 4 tokens in 7 - 2 s.
+    assert Level.of(2, [run], [first]).difference_tokens_per_s == Spread(1.6, 1.6, 1.6)
+    assert Level.of(2, [run]).difference_tokens_per_s is None
+    assert Level.of(2, [run], [run]).difference_tokens_per_s is None
+
+
 def test_prompts_are_of_the_length_distinct_and_repeatable():
     model = ModelInfo(
         name="m",
