@@ -28,6 +28,9 @@ _WORKER_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAS
 # A line that a worker logged: the time (ours is the same), the level, the rest.
 _LOG_LINE = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 
+# How `python -m worker` begins to say why it cannot start.
+_REFUSAL = "worker: "
+
 # The command line of one rank: (rank, address) -> arguments.
 Command = Callable[[int, str], Sequence[str]]
 
@@ -71,7 +74,12 @@ class _WorkerProcess:
         """Waits until the process has ended."""
         code = await self._process.wait()
         await self._output
-        words = "\n".join(self._last_lines) or "it said nothing"
+        lines = list(self._last_lines)
+        refusal = next((i for i, line in enumerate(lines) if line.startswith(_REFUSAL)), None)
+        if refusal is not None:
+            words = "\n".join(lines[refusal:]).removeprefix(_REFUSAL)
+            return WorkerExitError(f"worker {self.rank}: {words}")
+        words = "\n".join(lines) or "it said nothing"
         return WorkerExitError(f"worker {self.rank} ended with exit code {code}: {words}")
 
     async def end(self, term_grace_s: float) -> None:

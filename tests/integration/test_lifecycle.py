@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import make_checkpoint
@@ -210,6 +211,14 @@ def test_more_slots_than_memory(tiny_model):
     error = failed_start("--model", str(tiny_model), "--port", "0", "--num-slots", "100000000")
     assert "100000000" in error.replace(",", "") or "100,000,000" in error
     assert "fit" in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(tiny_model):
+    error = failed_start("--model", str(tiny_model), "--port", "0", "--device", "cuda")
+    paragraph = error[error.index("error: ") :]
+    assert paragraph.startswith("error: worker 0: ")
+    assert "cuda" in paragraph
 
 
 def test_two_servers_do_not_collide(tiny_model):

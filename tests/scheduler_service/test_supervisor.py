@@ -114,6 +114,12 @@ async def test_wait_exit_names_the_rank():
     assert "worker 1 ended with exit code 7: it said nothing" in str(error)
 
 
+async def test_what_a_worker_refuses_is_told_in_its_words():
+    said = "2026-01-31T12:00:00.000Z INFO worker: starting\nworker: no GPU 0 here;\n0 are visible"
+    error = await until_exit(Supervisor(1, python_command(f"import sys; sys.exit({said!r})")))
+    assert str(error) == "worker 0: no GPU 0 here;\n0 are visible"
+
+
 async def test_a_worker_deaf_to_sigterm_is_killed(monkeypatch):
     monkeypatch.setattr("scheduler_service.supervisor._TERM_GRACE_S", 0.05)
     code = (

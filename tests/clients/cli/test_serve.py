@@ -96,6 +96,15 @@ def test_settings_that_cannot_be_are_wrong_usage_in_one_line(checkpoint):
     assert "--dtype: invalid choice: 'int4'" in err
 
 
+def test_what_a_worker_refuses_is_told_in_its_words(checkpoint):
+    server = start(str(checkpoint), "--port", "0", "--device", "cpu", "--dtype", "float16")
+    out, err = server.communicate(timeout=TIMEOUT_S)
+    assert (server.returncode, out) == (1, "")
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "worker 0: weight_dtype 'float16' is not supported" in errors[0]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_it_is_ready_ends_it(checkpoint, signum):
     server = start(str(checkpoint), "--port", "0")
