@@ -18,7 +18,7 @@ NATIVE_SOURCES := $(shell find native protos -type f)
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build protos fmt lint type golden bench clean
+.PHONY: help demo test test-gpu build build-gpu protos fmt lint type golden bench bench-gpu clean
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -27,6 +27,9 @@ help:
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
 	@echo "make bench   measure, beside transformers              make clean   remove what was built"
+	@echo "with an NVIDIA GPU and nvcc:"
+	@echo "make test-gpu    build with CUDA, run the tests that need a GPU"
+	@echo "make bench-gpu   build with CUDA, measure beside the targets; results in build/bench-gpu"
 
 demo: $(BUILT)
 	@$(BIN)/slotwise demo
@@ -56,6 +59,20 @@ golden: $(TOOLS)
 
 bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
+
+# With CUDA, whatever was built before; builds only what changed.
+build-gpu: $(TORCH)
+	SLOTWISE_CUDA=ON $(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	@touch $(BUILT) $(TOOLS)
+	@$(BIN)/python -c 'import sys, torch; from worker import _native; \
+	  sys.exit(not (torch.cuda.is_available() and _native.cuda_available()))' || { \
+	  echo "error: no GPU can be used; $(BIN)/slotwise doctor says why"; exit 2; }
+
+test-gpu: build-gpu
+	$(BIN)/pytest -m gpu $(ARGS) $(TESTS)
+
+bench-gpu: build-gpu
+	$(BIN)/python tests/bench_gpu.py $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT) $(TOOLS)
