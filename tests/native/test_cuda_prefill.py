@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 SLOTS = 3
 SLOT = 1
 # The relative error of a row and head: the output's rounding, and that of the weights.
-ERRORS = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 2e-6}
+ERRORS = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 1e-5}
 SHAPES = [(64, 3, 1), (64, 1, 5), (96, 2, 4), (96, 1, 7), (128, 1, 1), (128, 2, 4), (128, 1, 7)]
 SHAPES += [(128, 1, 5), (128, 2, 8), (256, 1, 2), (256, 2, 4)]
 

@@ -1,7 +1,6 @@
-// What the two kernels of prefill attention share. Both keep scores and totals in the registers of
-// an mma's accumulator (16 rows to a warp): a lane holds, of two rows 8 apart, columns 2 q and
-// 2 q + 1 of every 8, q its place in the quad; element 4 n + 2 r + i is row r, column 8 n + 2 q +
-// i.
+// What the kernels of prefill attention share. They keep scores and totals in the registers of an
+// mma's accumulator, 16 rows to a warp: x[n][2 r + i] of a lane is its row r of two, 8 apart, and
+// column 8 n + 2 q + i, q the lane's place in its quad.
 //
 // The rows of a block are packed: row r of a KV head is row r / G of the chunk and query head r % G
 // of the head's G, so that a few rows of a chunk share the reads of K and V.
@@ -12,8 +11,8 @@
 
 namespace slotwise::cuda {
 
-constexpr int kTileScores = kAttentionTile / 2;  // of a lane
-constexpr float kLog2E = 1.44269504088896340736f;
+constexpr int kEights = kAttentionTile / 8;     // columns of scores
+constexpr int kSixteens = kAttentionTile / 16;  // steps of the product with V
 
 struct PrefillArgs {
   const void* q;  // [T, H_q, D], q[t * q_stride + h * D + d]
@@ -30,11 +29,26 @@ struct PrefillArgs {
   float c;
 };
 
-// D = 128 or 64, 16-bit types, compute capability 9.0.
-bool prefill_attention_wgmma_supported(const ChunkParams& params);
-void prefill_attention_wgmma(const ChunkParams& params, const PrefillArgs& args, Stream stream);
+// D = 128 or 64 on compute capability 9.0, 16-bit types.
+bool prefill_attention_wgmma_supported(const CacheParams& cache);
+void prefill_attention_wgmma(const PrefillArgs& args, const CacheParams& cache, Stream stream);
 
-// The lane's two rows.
+// Where q of a packed row lies.
+template <typename T, int kDim>
+__device__ __forceinline__ const T* query_row(const PrefillArgs& args, int row, int kv_head) {
+  const int head = kv_head * args.group + row % args.group;
+  return static_cast<const T*>(args.q) + row / args.group * args.q_stride +
+         static_cast<int64_t>(head) * kDim;
+}
+
+template <typename T, int kDim>
+__device__ __forceinline__ T* out_row(const PrefillArgs& args, int row, int kv_head) {
+  const int head = kv_head * args.group + row % args.group;
+  return static_cast<T*>(args.out) + row / args.group * args.out_stride +
+         static_cast<int64_t>(head) * kDim;
+}
+
+// The positions of the lane's two rows.
 struct LaneRows {
   int position[2];
 
@@ -49,12 +63,15 @@ struct LaneRows {
 };
 
 // Sets the scores of positions after the rows' to -inf.
-__device__ __forceinline__ void mask_scores(float (&s)[kTileScores], const LaneRows& rows,
-                                            int tile_start, int quad_lane) {
+__device__ __forceinline__ void mask_scores(float (&s)[kEights][4], const LaneRows& rows,
+                                            int tile_start) {
+  const int first = tile_start + 2 * static_cast<int>(threadIdx.x % 4);
 #pragma unroll
-  for (int i = 0; i < kTileScores; ++i) {
-    const int position = tile_start + 8 * (i / 4) + 2 * quad_lane + i % 2;
-    if (position > rows.position[i / 2 % 2]) s[i] = -INFINITY;
+  for (int n = 0; n < kEights; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + 8 * n + i % 2 > rows.position[i / 2]) s[n][i] = -INFINITY;
+    }
   }
 }
 
@@ -81,83 +98,98 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// The running state of the lane's two rows, without O.
-struct RowTotals {
-  float max[2] = {0, 0};
-  float sum[2] = {-0.0f, -0.0f};
+// A tile's largest score and sum of weights, of the lane's two rows; and their running totals.
+struct RowStates {
+  float max[2];
+  float sum[2];
 };
 
-// What a tile does to the totals: O' = fma(O, a, o * b).
+// What a tile does to O: O' = fma(O, a, o * b).
 struct TileFactors {
   float a[2];
   float b[2];
 };
 
-// From the scores of a tile: its weights, in pairs as the next mma's operand, and its share of the
-// totals. The first tile is taken as it is: -0 * 1 + x * 1 is x. A row that sees nothing of the
-// tile has weights and o of 0 and keeps its total: x * 1 + 0 * -0 is x.
+// Before the first tile: -0 * 1 + x * 1 is x.
+constexpr float kNothing = -0.0f;
+
+// Of a row and its next tile. The first is taken as it is, and a row that sees nothing of a tile,
+// whose weights are 0, keeps its total: x * 1 + 0 * -0 is x.
+__device__ __forceinline__ FoldFactors next_factors(float total_max, float tile_max, float c,
+                                                    bool first, bool seen) {
+  if (first) return {tile_max, 1, 1};
+  if (!seen) return {total_max, 1, -0.0f};
+  return fold_factors(total_max, tile_max, c);
+}
+
+// From the scores of a tile to its weights, as the operand of the product with V.
 template <typename T>
-__device__ __forceinline__ TileFactors take_tile(float (&s)[kTileScores], uint32_t (&p)[32],
-                                                 RowTotals& totals, const LaneRows& rows,
-                                                 int tile_start, float c) {
+__device__ __forceinline__ RowStates weigh_tile(float (&s)[kEights][4], uint32_t (&p)[kSixteens][4],
+                                                const LaneRows& rows, int tile_start, float c) {
+  RowStates state;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float max = s[0][2 * r];
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) max = fmaxf(max, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+    max = quad_max(max);
+    const float max_c = rows.position[r] >= tile_start ? __fmul_rn(max, c) : 0;
+    float sums[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int n = 0; n < kEights; ++n) {
+      const float even = weight_of(s[n][2 * r], c, max_c);
+      const float odd = weight_of(s[n][2 * r + 1], c, max_c);
+      sums[n / 4] = __fadd_rn(__fadd_rn(sums[n / 4], even), odd);
+      p[n / 2][n % 2 * 2 + r] = pack<T>(even, odd);
+    }
+    state.max[r] = max;
+    state.sum[r] = quad_sum(__fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3])));
+  }
+  return state;
+}
+
+__device__ __forceinline__ TileFactors fold_rows(RowStates& totals, const RowStates& tile,
+                                                 const LaneRows& rows, int tile_start, float c) {
   TileFactors factors;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool seen = rows.position[r] >= tile_start;
-    float max = s[2 * r];
-#pragma unroll
-    for (int i = 0; i < kTileScores; i += 4) {
-      max = fmaxf(max, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-    }
-    max = quad_max(max);
-    const float max_c = seen ? __fmul_rn(max, c) : 0;
-    float sums[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int n = 0; n < kTileScores / 4; ++n) {
-      const float first = weight_of(s[4 * n + 2 * r], c, max_c);
-      const float second = weight_of(s[4 * n + 2 * r + 1], c, max_c);
-      sums[n / 4] = __fadd_rn(__fadd_rn(sums[n / 4], first), second);
-      p[2 * n + r] = pack<T>(first, second);
-    }
-    const float sum = quad_sum(__fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3])));
-    FoldFactors f = {max, 1, 1};
-    if (tile_start > 0) f = fold_factors(totals.max[r], max, c);
-    if (!seen) f = {totals.max[r], 1, -0.0f};
+    const FoldFactors f = next_factors(totals.max[r], tile.max[r], c, tile_start == 0,
+                                       rows.position[r] >= tile_start);
     totals.max[r] = f.max;
-    totals.sum[r] = fold(totals.sum[r], sum, f);
+    totals.sum[r] = fold(totals.sum[r], tile.sum[r], f);
     factors.a[r] = f.a;
     factors.b[r] = f.b;
   }
   return factors;
 }
 
-// Folds N columns' worth of a tile's o into the totals.
+// Folds 8 N columns of a tile's o into the totals.
 template <int N>
-__device__ __forceinline__ void fold_columns(float* totals, const float (&o)[N],
+__device__ __forceinline__ void fold_columns(float (*totals)[4], const float (&o)[N][4],
                                              const TileFactors& f) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int r = i / 2 % 2;
-    totals[i] = fold(totals[i], o[i], {0, f.a[r], f.b[r]});
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      totals[n][i] = fold(totals[n][i], o[n][i], {0, f.a[i / 2], f.b[i / 2]});
+    }
   }
 }
 
+// `first`: the lane's first packed row.
 template <typename T, int kDim>
 __device__ __forceinline__ void store_rows(const PrefillArgs& args, int kv_head, int first,
-                                           const float (&o)[kDim / 2], const RowTotals& totals,
-                                           int quad_lane) {
+                                           const float (&o)[kDim / 8][4], const RowStates& totals) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first + 8 * r;
     if (row >= args.num_rows) continue;
-    const int head = kv_head * args.group + row % args.group;
-    T* out = static_cast<T*>(args.out) + row / args.group * args.out_stride +
-             static_cast<int64_t>(head) * kDim + 2 * quad_lane;
+    T* out = out_row<T, kDim>(args, row, kv_head) + 2 * (threadIdx.x % 4);
     const float scale = inverse(totals.sum[r]);
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
       *reinterpret_cast<uint32_t*>(out + 8 * n) =
-          pack<T>(finish(o[4 * n + 2 * r], scale), finish(o[4 * n + 2 * r + 1], scale));
+          pack<T>(finish(o[n][2 * r], scale), finish(o[n][2 * r + 1], scale));
     }
   }
 }

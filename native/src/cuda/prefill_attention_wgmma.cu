@@ -1,14 +1,322 @@
 // Attention of a chunk's rows over the slot cache by Hopper's matrix instructions.
-#include <stdexcept>
+//
+// A block has 128 packed rows of a KV head. One thread copies the tiles into a ring, K of tile 0, V
+// of tile 0, K of tile 1 and so on; two warpgroups of 64 rows multiply. The scores of the next tile
+// and the values of the last are in the tensor cores together; o is taken by halves to save
+// registers.
+#include <cudaTypedefs.h>
 
-#include "prefill_attention.cuh"
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.cuh"
+#include "prefill_split.cuh"
+
+#ifndef PINGPONG
+#define PINGPONG 0
+#endif
+#ifndef SPLIT
+#define SPLIT 0
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
 
 namespace slotwise::cuda {
 
-bool prefill_attention_wgmma_supported(const ChunkParams&) { return false; }
+namespace {
 
-void prefill_attention_wgmma(const ChunkParams&, const PrefillArgs&, Stream) {
-  throw std::runtime_error("not built yet");
+constexpr int kBlockRows = kGroups * kGroupRows;
+constexpr int kStages = STAGES;
+
+// The block's shared memory: q, the ring, and two barriers for each of its tiles.
+template <int kDim>
+struct Ring {
+  using Tile = TileLayout<kDim>;
+  static constexpr int kQueryBytes = kBlockRows * kDim * 2;
+  static constexpr int kBytes =
+      kQueryBytes + kStages * Tile::kBytes + 16 * kStages + kPanelAlignment;
+
+  uint32_t base;
+
+  __device__ uint32_t q() const { return base; }
+  __device__ uint32_t tile(int stage) const { return base + kQueryBytes + stage * Tile::kBytes; }
+  __device__ uint32_t full(int stage) const { return tile(kStages) + 16 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(stage) + 8; }
+};
+
+// A place in the ring and the parity of its barriers' phase.
+struct Turn {
+  int stage = 0;
+  int parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+template <int kDim>
+__device__ __forceinline__ void produce(const Ring<kDim>& ring, const TileMaps& maps, int num_tiles,
+                                        int kv_head) {
+  Turn turn;
+  for (int step = 0; step < 2 * num_tiles; ++step, turn.next()) {
+    hopper::wait(ring.empty(turn.stage), turn.parity ^ 1);
+    copy_tile<kDim>(ring.tile(turn.stage), step % 2 == 0 ? maps.k : maps.v, step / 2, kv_head,
+                    ring.full(turn.stage));
+  }
+}
+
+__device__ __forceinline__ void release(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) hopper::arrive(barrier);
+}
+
+#define TURN_SYNC() \
+  if (PINGPONG) hopper::sync_threads(4 + group, kGroups * kGroupThreads)
+#define TURN_PASS() hopper::arrive_threads(5 - group, kGroups * kGroupThreads)
+
+template <typename T, int kDim>
+__device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArgs& args,
+                                        int num_tiles, int block_row, int kv_head, int group) {
+  using Tile = TileLayout<kDim>;
+  const int thread = threadIdx.x % kGroupThreads;
+  const int group_row = block_row + kGroupRows * group;
+  const uint32_t q = ring.q() + kGroupRows * group * hopper::kPanelRowBytes;
+  load_queries<T, kDim>(args, q, Tile::kPanelBytes, group_row, kGroupRows, kv_head, thread,
+                        kGroupThreads);
+  hopper::sync_threads(1 + group, kGroupThreads);
+  if (PINGPONG && group == 1) TURN_PASS();
+
+  const int row = group_row + thread / 32 * 16 + thread % 32 / 4;
+  const LaneRows rows(args, row);
+  const int first = LaneRows::position_of(args, group_row);
+  RowStates totals{{0, 0}, {kNothing, kNothing}};
+  TileFactors factors;
+  float s[kEights][4], o[8][4], total[kDim / 8][4];
+  uint32_t p[kSixteens][4];
+#pragma unroll
+  for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+    for (float& x : total[n]) x = kNothing;
+  }
+  const auto weigh = [&](int tile) {
+    const int tile_start = tile * kAttentionTile;
+    const RowStates state = weigh_tile<T>(s, p, rows, tile_start, args.c);
+    factors = fold_rows(totals, state, rows, tile_start, args.c);
+  };
+  const auto mask = [&](int tile) {
+    const int tile_start = tile * kAttentionTile;
+    if (tile_start + kAttentionTile - 1 > first) mask_scores(s, rows, tile_start);
+  };
+
+  Turn keys, values;
+  values.next();
+  hopper::wait(ring.full(keys.stage), keys.parity);
+  hopper::fence_wgmma();
+  begin_scores<T, kDim>(s, q, Tile::kPanelBytes, ring.tile(keys.stage));
+  hopper::wait_wgmma<0>();
+  hopper::pin(s);
+  release(ring.empty(keys.stage));
+  mask(0);
+  weigh(0);
+  for (int tile = 1; tile < num_tiles; ++tile) {
+    keys.next();
+    keys.next();
+    hopper::wait(ring.full(values.stage), values.parity);
+    hopper::wait(ring.full(keys.stage), keys.parity);
+    const uint32_t v = ring.tile(values.stage);
+    TURN_SYNC();
+    hopper::pin(p);
+    hopper::fence_wgmma();
+    begin_values<T>(o, p, v);
+    begin_scores<T, kDim>(s, q, Tile::kPanelBytes, ring.tile(keys.stage));
+    if (PINGPONG == 1) TURN_PASS();
+    hopper::wait_wgmma<1>();
+    hopper::pin(o);
+    fold_columns(total, o, factors);
+    if constexpr (Tile::kPanels > 1) {
+      hopper::pin(o);
+      hopper::fence_wgmma();
+      begin_values<T>(o, p, v + Tile::kPanelBytes);
+      if (PINGPONG == 2) TURN_PASS();
+      hopper::wait_wgmma<1>();
+    } else {
+      if (PINGPONG == 2) TURN_PASS();
+      hopper::wait_wgmma<0>();
+    }
+    if (PINGPONG == 3) TURN_PASS();
+    hopper::pin(s);
+    release(ring.empty(keys.stage));
+    mask(tile);
+    if constexpr (Tile::kPanels > 1) {
+      hopper::wait_wgmma<0>();
+      hopper::pin(o);
+      fold_columns(total + 8, o, factors);
+    }
+    if (PINGPONG == 4) TURN_PASS();
+    hopper::pin(p);
+    release(ring.empty(values.stage));
+    weigh(tile);
+    values.next();
+    values.next();
+  }
+  hopper::wait(ring.full(values.stage), values.parity);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    hopper::pin(p);
+    hopper::fence_wgmma();
+    begin_values<T>(o, p, ring.tile(values.stage) + panel * Tile::kPanelBytes);
+    hopper::wait_wgmma<0>();
+    hopper::pin(o);
+    fold_columns(total + 8 * panel, o, factors);
+  }
+  store_rows<T, kDim>(args, kv_head, row, total, totals);
+}
+
+#endif  // sm_90a
+
+// Grid: KV heads, blocks of rows. The last rows have the most positions and come first.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
+    prefill_wgmma_kernel(const __grid_constant__ TileMaps maps, const PrefillArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ char memory[];
+  const Ring<kDim> ring{aligned_memory(memory)};
+  if (threadIdx.x == 0) {
+    hopper::prefetch_map(maps.k);
+    hopper::prefetch_map(maps.v);
+    for (int stage = 0; stage < kStages; ++stage) {
+      hopper::init_barrier(ring.full(stage), 1);
+      hopper::init_barrier(ring.empty(stage), 4 * kGroups);
+    }
+    hopper::fence_barriers();
+  }
+  wait_for_predecessor();
+  start_successor();
+  __syncthreads();
+  const int kv_head = blockIdx.x;
+  const int block_row = (gridDim.y - 1 - blockIdx.y) * kBlockRows;
+  const int end = LaneRows::position_of(args, block_row + kBlockRows - 1) + 1;
+  const int num_tiles = (end + kAttentionTile - 1) / kAttentionTile;
+  const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;
+  if (group < 0) {
+    hopper::fewer_registers<24>();
+    if (threadIdx.x == 0) produce(ring, maps, num_tiles, kv_head);
+  } else {
+    hopper::more_registers<240>();
+    consume<T, kDim>(ring, args, num_tiles, block_row, kv_head, group);
+  }
+#endif
+}
+
+PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found),
+          "finding cuTensorMapEncodeTiled");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+CUtensorMap tile_map(const void* base, const CacheParams& cache, int64_t num_positions,
+                     int64_t position_stride, int64_t head_stride) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(cache.head_dim),
+                              static_cast<cuuint64_t>(num_positions),
+                              static_cast<cuuint64_t>(cache.num_kv_heads)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * position_stride),
+                                static_cast<cuuint64_t>(2 * head_stride)};
+  const cuuint32_t box[] = {hopper::kPanelColumns, kAttentionTile, 1}, steps[] = {1, 1, 1};
+  const auto type = cache.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  CUtensorMap map;
+  const CUresult status =
+      map_encoder()(&map, type, 3, const_cast<void*>(base), sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error("prefill_attention: a tensor map: error " + std::to_string(status));
+  }
+  return map;
+}
+
+template <typename T, int kDim>
+void launch_many(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
+  const auto kernel = prefill_wgmma_kernel<T, kDim>;
+  allow_shared("prefill_attention", kernel, Ring<kDim>::kBytes);
+  const dim3 blocks(kv_heads, (args.num_rows + kBlockRows - 1) / kBlockRows);
+  launch("prefill_attention", kernel, {blocks, kGroupThreads * (1 + kGroups), Ring<kDim>::kBytes},
+         stream, maps, args);
+}
+
+template <typename T, int kDim, int kTeams, int kCluster>
+void launch_few(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
+  using Layout = SplitLayout<kDim, kTeams, kCluster>;
+  const auto kernel = prefill_split_kernel<T, kDim, kTeams, kCluster>;
+  allow_shared("prefill_attention", kernel, Layout::kBytes);
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kCluster, kv_heads, (args.num_rows + Layout::kRows - 1) / Layout::kRows);
+  config.blockDim = dim3(Layout::kThreads);
+  config.dynamicSmemBytes = Layout::kBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, kernel, maps, args), "prefill_attention");
+}
+
+// Splits the tiles over clusters where blocks of rows alone would leave multiprocessors idle.
+template <typename T, int kDim>
+void launch_dim(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
+  constexpr int kFewPositions = 4 * kAttentionTile;
+  const int num_positions = args.start + args.num_rows / args.group;
+  const int blocks = (args.num_rows + kBlockRows - 1) / kBlockRows * kv_heads;
+  const int num_sms = device_info().num_sms;
+  if (!SPLIT || num_positions <= kFewPositions || 2 * blocks > num_sms) {
+    launch_many<T, kDim>(maps, args, kv_heads, stream);
+  } else if (args.num_rows <= kGroupRows) {
+    launch_few<T, kDim, 2, 8>(maps, args, kv_heads, stream);
+  } else if (8 * blocks <= num_sms) {
+    launch_few<T, kDim, 1, 8>(maps, args, kv_heads, stream);
+  } else if (4 * blocks <= num_sms) {
+    launch_few<T, kDim, 1, 4>(maps, args, kv_heads, stream);
+  } else {
+    launch_few<T, kDim, 1, 2>(maps, args, kv_heads, stream);
+  }
+}
+
+}  // namespace
+
+bool prefill_attention_wgmma_supported(const CacheParams& cache) {
+  return device_info().major == 9 && (cache.head_dim == 64 || cache.head_dim == 128);
+}
+
+void prefill_attention_wgmma(const PrefillArgs& args, const CacheParams& cache, Stream stream) {
+  const int kv_heads = static_cast<int>(cache.num_kv_heads);
+  const int num_positions = args.start + args.num_rows / args.group;
+  const TileMaps maps{
+      tile_map(args.k, cache, num_positions, args.k_position_stride, args.k_head_stride),
+      tile_map(args.v, cache, num_positions, args.v_position_stride, args.v_head_stride)};
+  for_dtype(cache.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (cache.head_dim == 64) {
+        launch_dim<T, 64>(maps, args, kv_heads, stream);
+      } else {
+        launch_dim<T, 128>(maps, args, kv_heads, stream);
+      }
+    }
+  });
 }
 
 }  // namespace slotwise::cuda
