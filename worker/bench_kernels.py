@@ -113,15 +113,23 @@ def _bench(parsed: argparse.Namespace, timer: GpuTimer) -> Bench:
 
 
 def _roofs(timer: GpuTimer, device: torch.device) -> Roofs:
-    source = torch.zeros(_COPY_BYTES, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    copy = timer.measure([partial(target.copy_, source)])
+    return Roofs(_copy_rate(timer, device), _matrix_rate(timer, device))
+
+
+def _copy_rate(timer: GpuTimer, device: torch.device) -> float:
+    """By a kernel: a memory copy inside a graph may be given to the slower copy engine."""
+    source = torch.zeros(_COPY_BYTES // 4, device=device, dtype=torch.int32)
+    copy = timer.measure([partial(torch.neg, source, out=torch.empty_like(source))])
+    return 2 * _COPY_BYTES / copy.median_us * 1e6
+
+
+def _matrix_rate(timer: GpuTimer, device: torch.device) -> float:
+    """For some ten milliseconds: much longer, and the limit of power lowers the clock."""
     size = (_PRODUCT_SIZE, _PRODUCT_SIZE)
     left, right = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = timer.measure([partial(torch.mm, left, right.T, out=torch.empty_like(left))])
-    return Roofs(
-        2 * _COPY_BYTES / copy.median_us * 1e6, 2 * _PRODUCT_SIZE**3 / product.median_us * 1e6
-    )
+    launch = partial(torch.mm, left, right.T, out=torch.empty_like(left))
+    product = timer.measure([launch], at_least=4, seconds=0.03)
+    return 2 * _PRODUCT_SIZE**3 / product.median_us * 1e6
 
 
 def measure_cases(bench: Bench, timer: GpuTimer, roofs: Roofs, only: str) -> list[dict[str, Any]]:

@@ -13,10 +13,8 @@ import torch
 # One launch; a case has several, on buffers of their own, so that no cache serves the next one.
 Launch = Callable[[], object]
 
-_MIN_LAUNCHES = 32
 _MIN_REPLAYS = 7
 _MAX_REPLAYS = 40
-_SECONDS = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +38,14 @@ class GpuTimer:
     def __init__(self, device: int) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def measure(self, launches: Sequence[Launch]) -> Timing:
-        """One launch after the other, the list again and again."""
-        count = len(launches) * -(-_MIN_LAUNCHES // len(launches))
+    def measure(
+        self, launches: Sequence[Launch], at_least: int = 32, seconds: float = 0.15
+    ) -> Timing:
+        """One launch after the other, the list again and again.
+
+        `at_least`: launches of a graph. `seconds`: how long about its replays may take.
+        """
+        count = len(launches) * -(-at_least // len(launches))
         with torch.cuda.stream(self.stream):
             for launch in launches:  # libraries initialise themselves outside the graph
                 launch()
@@ -51,18 +54,18 @@ class GpuTimer:
             with torch.cuda.graph(graph, stream=self.stream):
                 for launch in islice(cycle(launches), count):
                     launch()
-            times = self._replay(graph)
+            times = self._replay(graph, seconds)
             self.stream.synchronize()
         return Timing.of([milliseconds * 1e3 / count for milliseconds in times])
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> list[float]:
+    def _replay(self, graph: torch.cuda.CUDAGraph, seconds: float) -> list[float]:
         """Milliseconds of each replay, after some that warm up."""
         begun = time.perf_counter()
         for _ in range(2):
             graph.replay()
         self.stream.synchronize()
-        seconds = (time.perf_counter() - begun) / 2
-        replays = min(max(int(_SECONDS / seconds), _MIN_REPLAYS), _MAX_REPLAYS)
+        one = (time.perf_counter() - begun) / 2
+        replays = min(max(int(seconds / one), _MIN_REPLAYS), _MAX_REPLAYS)
         events = [
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(replays + 1)
