@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker import _native
@@ -276,6 +275,9 @@ class Bench:
 
     def _sdpa(self, q: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Launch:
         """q [S, H_q, T, D]; keys, values [S, P, H_kv, D]."""
+        # It loads torch's compiler, a second that no worker should spend at its start.
+        from torch.nn.attention.bias import causal_lower_right
+
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
         grouped = q.shape[1] != k.shape[1]
