@@ -58,6 +58,10 @@ __device__ __forceinline__ int add_and_order(int* counter, int count) {
   return before;
 }
 
+__device__ __forceinline__ void prefetch(const float* p) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
+}
+
 struct Item {
   int slot;
   int group;  // KV head * passes + pass
@@ -149,21 +153,22 @@ class Decoder {
     if (left > 0) {
       start_key(item);
       if constexpr (kTwoBuffers) start_value(item);
+      prefetch_constants(item);
     }
     wait_for_predecessor();
     clear_idle_rows();
     if (left == 0) return;
-    prepare_queries(item);
+    bool new_group = true;
     for (int tiles_done = 1;; ++tiles_done) {
       const Item next = left > 1 ? after(item) : item;
-      attend(item, next, left > 1);
+      attend(item, new_group, next, left > 1);
       const bool same_row = left > 1 && next.slot == item.slot && kv_head(next) == kv_head(item);
       if (!same_row) {
         if (item.position >= kTile && is_last(item, tiles_done)) fold_row(item);
         tiles_done = 0;
       }
       if (--left == 0) return;
-      if (next.slot != item.slot || next.group != item.group) prepare_queries(next);
+      new_group = next.slot != item.slot || next.group != item.group;
       item = next;
     }
   }
@@ -302,38 +307,66 @@ class Decoder {
                     lane_);
   }
 
-  // Rows past the group's heads stay as they are: a row's results depend on no other row.
-  __device__ void prepare_queries(const Item& item) {
-    for (int row = warp_; row < num_heads(item); row += kWarps) {
-      Head<D> head = load_head<D>(qkv(item, first_head(item) + row), lane_);
-      rotate_head(head, in_.q_norm, item.position);
-      store_row(head, shared_.queries, row);
+  // What the heads need as soon as they are there, into the caches.
+  __device__ void prefetch_constants(const Item& item) const {
+    constexpr int kLine = 32;  // floats
+    const int at = static_cast<int>(threadIdx.x) * kLine;
+    const int64_t row = int64_t{item.position} * (D / 2) + at;
+    if (at < D / 2) {
+      prefetch(in_.cos + row);
+      prefetch(in_.sin + row);
+    }
+    if (at < D && in_.q_norm != nullptr) {
+      prefetch(in_.q_norm + at);
+      prefetch(in_.k_norm + at);
     }
   }
 
-  // The new key, to the cache too.
-  __device__ void append_key(const Item& item) {
-    if (warp_ != kWarps - 1 || last(item) >= kTile) return;
-    Head<D> head = load_head<D>(qkv(item, q_heads_ + kv_head(item)), lane_);
-    rotate_head(head, in_.k_norm, item.position);
-    store_row(head, keys(), last(item));
-    if (pass(item) == 0) store_head(head, key(item, item.position), lane_);
+  // The group's queries, and the new key and value in the tile that holds their position. Rows past
+  // the group's heads stay as they are: a row's results depend on no other row.
+  __device__ void prepare(const Item& item, bool new_group) {
+    const int queries = new_group ? num_heads(item) : 0;
+    const int all = queries + (last(item) < kTile ? (kTwoBuffers ? 2 : 1) : 0);
+    const auto source = [&](int task) {
+      const int head = task < queries ? first_head(item) + task
+                                      : q_heads_ + (task - queries) * kv_heads_ + kv_head(item);
+      return qkv(item, head);
+    };
+    if (warp_ >= all) return;
+    Head<D> coming = load_head<D>(source(warp_), lane_);
+    for (int task = warp_; task < all; task += kWarps) {
+      Head<D> head = coming;
+      if (task + kWarps < all) coming = load_head<D>(source(task + kWarps), lane_);
+      if (task < queries) {
+        rotate_head(head, in_.q_norm, item.position);
+        store_row(head, shared_.queries, task);
+      } else if (task == queries) {
+        rotate_head(head, in_.k_norm, item.position);
+        append(head, keys(), key(item, item.position), item);
+      } else {
+        append(head, values(), value(item, item.position), item);
+      }
+    }
   }
+
   __device__ void append_value(const Item& item) {
-    if (warp_ != kWarps - 2 || last(item) >= kTile) return;
+    if (warp_ != 0 || last(item) >= kTile) return;
     Head<D> head = load_head<D>(qkv(item, q_heads_ + kv_heads_ + kv_head(item)), lane_);
-    store_row(head, values(), last(item));
-    if (pass(item) == 0) store_head(head, value(item, item.position), lane_);
+    append(head, values(), value(item, item.position), item);
+  }
+
+  __device__ void append(Head<D>& head, T* tile, T* in_cache, const Item& item) const {
+    store_row(head, tile, last(item));
+    if (pass(item) == 0) store_head(head, in_cache, lane_);
   }
 
   // One item, and the loads of the next.
-  __device__ void attend(const Item& item, const Item& next, bool has_next) {
+  __device__ void attend(const Item& item, bool new_group, const Item& next, bool has_next) {
     // The compiler would keep every address that depends on the lane in a register of its own, from
     // one item to the next, and run out of them.
     asm volatile("" : "+r"(warp_), "+r"(lane_));
     float scores[4][4];
-    append_key(item);
-    if constexpr (kTwoBuffers) append_value(item);
+    prepare(item, new_group);
     wait_for_copies<kTwoBuffers ? 1 : 0>();
     __syncthreads();
     score(scores);
