@@ -7,9 +7,11 @@ import json
 import pytest
 
 from slotwise_cli import bench_steps as module
+from slotwise_cli import measure
 from slotwise_cli.bench_steps import _longest
 from slotwise_cli.measure import decode_window
 from slotwise_cli.output import CliError
+from slotwise_client import Delta
 
 
 @pytest.fixture
@@ -108,3 +110,62 @@ async def test_a_window_asks_for_room_and_ends_its_requests(served):
     # The script has more words than were waited for.
     await asyncio.to_thread(served.script.ended.wait, 30)
     assert served.script.ended.is_set()
+
+
+class Schedule:
+    """Streams whose tokens come at told times: [(time, index of the request)], in order."""
+
+    def __init__(self, *arrivals):
+        self.arrivals = arrivals
+        self.now = 0.0
+        self.closed = []
+        self.queues = []
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self.player.cancel()
+
+    def generate(self, prompt, **options):
+        self.queues.append(asyncio.Queue())
+        if len(self.queues) == 2:
+            self.player = asyncio.ensure_future(self.play())
+        return Stream(self, len(self.queues) - 1)
+
+    async def play(self):
+        for at, index in self.arrivals:
+            self.now = at
+            self.queues[index].put_nowait(Delta("r", 0, 0, (7,), ""))
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+
+class Stream:
+    def __init__(self, schedule, index):
+        self.schedule, self.index = schedule, index
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self.schedule.closed.append(self.index)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        return await self.schedule.queues[self.index].get()
+
+
+async def test_only_steps_while_all_decode_are_timed(monkeypatch):
+    # Request 0 has tokens every 10 s while the other one is read, then both every second.
+    alone = [(10.0, 0), (20.0, 0), (30.0, 0)]
+    both = [(at, index) for at in (40.0, 41.0, 42.0, 43.0, 44.0) for index in (1, 0)]
+    schedule = Schedule(*alone, *both)
+    monkeypatch.setattr(measure, "AsyncClient", lambda address: schedule)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: schedule.now)
+    times = await asyncio.wait_for(decode_window("", [[1], [2]], 3, 99), 10)
+    assert times == [1000.0, 1000.0]
+    assert sorted(schedule.closed) == [0, 1]
+    assert schedule.now == 43.0, "requests end when the steps are there"

@@ -92,6 +92,13 @@ def test_weights_are_normal_and_rows_differ(small):
         assert len(weight.view(torch.int16).unique(dim=0)) == len(weight), name
 
 
+def test_no_stretch_of_a_weight_comes_twice(small):
+    embedding = weights(small)["model.embed_tokens.weight"].view(torch.int16).flatten()
+    starts = torch.arange(0, len(embedding) - 16, 1 << 16)
+    stretches = torch.stack([embedding[start : start + 16] for start in starts.tolist()])
+    assert len(stretches.unique(dim=0)) == len(stretches)
+
+
 def test_weights_follow_from_seed_and_name(small, tmp_path):
     config = model_config("smollm2-135m", layers=2)
     made = {}
