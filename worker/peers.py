@@ -8,6 +8,7 @@ by either way and for any number of rows.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from datetime import timedelta
@@ -137,7 +138,9 @@ class CudaGroup:
             self._nccl.close()
             self._nccl = None
         if self._peers is not None and self._store is not None:
-            self._stream.synchronize()
+            # A lost device is told by other calls.
+            with contextlib.suppress(RuntimeError):
+                self._stream.synchronize()
             self._peers.close_peers()
             closed = self._store.leave("closed")
             self._peers.release(closed)
