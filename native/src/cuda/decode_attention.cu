@@ -64,7 +64,8 @@ __device__ __forceinline__ void prefetch(const float* p) {
 
 struct Item {
   int slot;
-  int group;  // KV head * passes + pass
+  int kv_head;
+  int pass;  // over the KV head's query heads, kGroup at a time
   int tile;
   int position;  // the row's
 };
@@ -83,48 +84,84 @@ struct alignas(16) Shared {
   int is_last;
 };
 
-// Of four columns of a head, in the order of the tiles.
+// The states of one row and head.
 struct States {
-  const float4* parts;
-  const float2* max_sums;
-  int heads;  // from a tile's to the next one's
-  int parts_per_head;
+  const float* outs;       // [D] of each tile
+  const float2* max_sums;  // of each tile
+  int64_t heads;           // from a tile's state to the next one's
   int tiles;
 };
 
-// Not inlined: the registers of its loads are not to be taken from the tiles' loop.
-template <typename T>
-__device__ __forceinline__ void fold_states(States states, float c, T* out) {
-  constexpr int kBatch = 16;  // loads under way
-  float4 total;
-  float2 max_sum;
-  for (int base = 0; base < states.tiles; base += kBatch) {
-    float4 part[kBatch];
-    float2 scalar[kBatch];
+// Of this lane's tile, one of 32, given the maximum of the tiles before these; and that of the next
+// ones. The first tile is taken as it is: -0 * 1 + x * 1 is x; and what is past the last one
+// changes nothing: x * 1 + 0 * -0 is x.
+__device__ __forceinline__ FoldFactors factors_of_tile(float tile_max, int tile, int tiles, float c,
+                                                       int lane, float& max) {
+  float so_far = tile_max;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t at = int64_t{min(base + i, states.tiles - 1)} * states.heads;
-      part[i] = __ldcg(states.parts + at * states.parts_per_head);
-      scalar[i] = __ldcg(states.max_sums + at);
+  for (int step = 1; step < 32; step *= 2) {
+    const float before = __shfl_up_sync(kAllLanes, so_far, step);
+    if (lane >= step) so_far = fmaxf(so_far, before);
+  }
+  so_far = fmaxf(so_far, max);
+  const float before = __shfl_up_sync(kAllLanes, so_far, 1);
+  FoldFactors factors = fold_factors(lane == 0 ? max : before, tile_max, c);
+  if (tile == 0) factors.a = factors.b = 1.0f;
+  if (tile >= tiles) factors = {so_far, 1.0f, -0.0f};
+  max = __shfl_sync(kAllLanes, so_far, 31);
+  return factors;
+}
+
+// Folds the states in the order of the tiles, one warp for a head.
+template <int D, typename T>
+__device__ __forceinline__ void fold_states(const States& states, float c, T* out, int lane) {
+  constexpr int kPairs = (D + 63) / 64;  // of columns, of a lane
+  constexpr int kBatch = 32 / kPairs;    // loads under way
+  const auto column = [&](int j) { return 2 * (lane + 32 * j); };
+  float max = -INFINITY, sum = -0.0f;
+  float2 total[kPairs];
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) total[j] = make_float2(-0.0f, -0.0f);
+  float2 max_sum;  // of tile lane of each 32
+  FoldFactors factors;
+  for (int first = 0; first < states.tiles; first += kBatch) {
+    const int tile = first + lane;
+    if (first % 32 == 0) {
+      max_sum = make_float2(-INFINITY, 0.0f);
+      if (tile < states.tiles) max_sum = __ldcg(states.max_sums + tile * states.heads);
     }
+    float2 parts[kBatch][kPairs];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (base + i == 0) {
-        total = part[0];
-        max_sum = scalar[0];
-      } else if (base + i < states.tiles) {
-        const FoldFactors f = fold_factors(max_sum.x, scalar[i].x, c);
-        max_sum = make_float2(f.max, fold(max_sum.y, scalar[i].y, f));
-        total.x = fold(total.x, part[i].x, f);
-        total.y = fold(total.y, part[i].y, f);
-        total.z = fold(total.z, part[i].z, f);
-        total.w = fold(total.w, part[i].w, f);
+      const float* const from = states.outs + (first + i) * states.heads * D;
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        parts[i][j] = make_float2(0.0f, 0.0f);
+        if (first + i < states.tiles && column(j) < D) {
+          parts[i][j] = __ldcg(reinterpret_cast<const float2*>(from + column(j)));
+        }
+      }
+    }
+    if (first % 32 == 0) factors = factors_of_tile(max_sum.x, tile, states.tiles, c, lane, max);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int from = (first + i) % 32;
+      const FoldFactors f = {0.0f, __shfl_sync(kAllLanes, factors.a, from),
+                             __shfl_sync(kAllLanes, factors.b, from)};
+      sum = fold(sum, __shfl_sync(kAllLanes, max_sum.y, from), f);
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        total[j].x = fold(total[j].x, parts[i][j].x, f);
+        total[j].y = fold(total[j].y, parts[i][j].y, f);
       }
     }
   }
-  const float scale = inverse(max_sum.y);
-  store_two(out, make_float2(finish(total.x, scale), finish(total.y, scale)));
-  store_two(out + 2, make_float2(finish(total.z, scale), finish(total.w, scale)));
+  const float scale = inverse(sum);
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const float2 pair = make_float2(finish(total[j].x, scale), finish(total[j].y, scale));
+    if (column(j) < D) store_two(out + column(j), pair);
+  }
 }
 
 template <typename T, int D>
@@ -142,7 +179,6 @@ class Decoder {
         kv_heads_(static_cast<int>(cache_.num_kv_heads)),
         heads_per_kv_(q_heads_ / kv_heads_),
         passes_((heads_per_kv_ + kGroup - 1) / kGroup),
-        groups_(kv_heads_ * passes_),
         max_tiles_(tiles_of(static_cast<int>(cache_.num_positions) - 1)) {}
 
   // The positions and the rows of the cache that are copied are of earlier steps: no kernel of this
@@ -162,13 +198,13 @@ class Decoder {
     for (int tiles_done = 1;; ++tiles_done) {
       const Item next = left > 1 ? after(item) : item;
       attend(item, new_group, next, left > 1);
-      const bool same_row = left > 1 && next.slot == item.slot && kv_head(next) == kv_head(item);
+      const bool same_row = left > 1 && next.slot == item.slot && next.kv_head == item.kv_head;
       if (!same_row) {
         if (item.position >= kTile && is_last(item, tiles_done)) fold_row(item);
         tiles_done = 0;
       }
       if (--left == 0) return;
-      new_group = next.slot != item.slot || next.group != item.group;
+      new_group = !same_row || next.pass != item.pass;
       item = next;
     }
   }
@@ -179,13 +215,11 @@ class Decoder {
 
   __device__ T* keys() { return shared_.tiles[0]; }
   __device__ T* values() { return shared_.tiles[kTwoBuffers ? 1 : 0]; }
-  __device__ int kv_head(const Item& item) const { return item.group / passes_; }
-  __device__ int pass(const Item& item) const { return item.group % passes_; }
   __device__ int first_head(const Item& item) const {
-    return kv_head(item) * heads_per_kv_ + pass(item) * kGroup;
+    return item.kv_head * heads_per_kv_ + item.pass * kGroup;
   }
   __device__ int num_heads(const Item& item) const {
-    return min(kGroup, heads_per_kv_ - pass(item) * kGroup);
+    return min(kGroup, heads_per_kv_ - item.pass * kGroup);
   }
   // Where the row's own position is, counted from the start of the tile.
   __device__ int last(const Item& item) const { return item.position - item.tile * kTile; }
@@ -196,11 +230,11 @@ class Decoder {
   }
   __device__ T* key(const Item& item, int position) const {
     return static_cast<T*>(cache_.k) + item.slot * cache_.k_slot_stride +
-           position * cache_.k_position_stride + kv_head(item) * cache_.k_head_stride;
+           position * cache_.k_position_stride + item.kv_head * cache_.k_head_stride;
   }
   __device__ T* value(const Item& item, int position) const {
     return static_cast<T*>(cache_.v) + item.slot * cache_.v_slot_stride +
-           position * cache_.v_position_stride + kv_head(item) * cache_.v_head_stride;
+           position * cache_.v_position_stride + item.kv_head * cache_.v_head_stride;
   }
   __device__ T* out(int slot, int head) const {
     return static_cast<T*>(in_.out) + (static_cast<int64_t>(slot) * q_heads_ + head) * D;
@@ -232,9 +266,10 @@ class Decoder {
     const int num_slots = static_cast<int>(cache_.num_slots);
     int total = 0;
     for (int slot = lane_; slot < num_slots; slot += 32) {
-      total += tiles_of(params_.positions[slot]) * groups_;
+      total += tiles_of(params_.positions[slot]);
     }
-    total = sum_lanes(total);
+    const int groups = kv_heads_ * passes_;
+    total = sum_lanes(total) * groups;
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
     const int share = total / blocks, rest = total % blocks;
     count = share + (block < rest ? 1 : 0);
@@ -243,7 +278,7 @@ class Decoder {
     for (int base = 0;; base += 32) {
       const int slot = base + lane_;
       const int position = slot < num_slots ? params_.positions[slot] : -1;
-      const int items = tiles_of(position) * groups_;
+      const int items = tiles_of(position) * groups;
       const int end = scan_lanes(items, lane_);
       const unsigned past = __ballot_sync(kAllLanes, end > first);
       if (past == 0) {
@@ -253,15 +288,18 @@ class Decoder {
       const int found = __ffs(static_cast<int>(past)) - 1;
       first -= __shfl_sync(kAllLanes, end - items, found);
       const int row = __shfl_sync(kAllLanes, position, found);
-      return {base + found, first / tiles_of(row), first % tiles_of(row), row};
+      const int group = first / tiles_of(row);
+      return {base + found, group / passes_, group % passes_, first % tiles_of(row), row};
     }
   }
 
   __device__ Item after(Item item) const {
     if (++item.tile < tiles_of(item.position)) return item;
     item.tile = 0;
-    if (++item.group < groups_) return item;
-    item.group = 0;
+    if (++item.pass < passes_) return item;
+    item.pass = 0;
+    if (++item.kv_head < kv_heads_) return item;
+    item.kv_head = 0;
     do {
       item.position = params_.positions[++item.slot];
     } while (item.position < 0);
@@ -329,7 +367,7 @@ class Decoder {
     const int all = queries + (last(item) < kTile ? (kTwoBuffers ? 2 : 1) : 0);
     const auto source = [&](int task) {
       const int head = task < queries ? first_head(item) + task
-                                      : q_heads_ + (task - queries) * kv_heads_ + kv_head(item);
+                                      : q_heads_ + (task - queries) * kv_heads_ + item.kv_head;
       return qkv(item, head);
     };
     if (warp_ >= all) return;
@@ -351,13 +389,13 @@ class Decoder {
 
   __device__ void append_value(const Item& item) {
     if (warp_ != 0 || last(item) >= kTile) return;
-    Head<D> head = load_head<D>(qkv(item, q_heads_ + kv_heads_ + kv_head(item)), lane_);
+    Head<D> head = load_head<D>(qkv(item, q_heads_ + kv_heads_ + item.kv_head), lane_);
     append(head, values(), value(item, item.position), item);
   }
 
   __device__ void append(Head<D>& head, T* tile, T* in_cache, const Item& item) const {
     store_row(head, tile, last(item));
-    if (pass(item) == 0) store_head(head, in_cache, lane_);
+    if (item.pass == 0) store_head(head, in_cache, lane_);
   }
 
   // One item, and the loads of the next.
@@ -525,7 +563,7 @@ class Decoder {
   // before it has made them this thread's to publish.
   __device__ bool is_last(const Item& item, int done) {
     if (threadIdx.x == 0) {
-      int* const counter = params_.counters + item.slot * kv_heads_ + kv_head(item);
+      int* const counter = params_.counters + item.slot * kv_heads_ + item.kv_head;
       const int all = tiles_of(item.position) * passes_;
       shared_.is_last = add_and_order(counter, done) + done == all ? 1 : 0;
       if (shared_.is_last != 0) *counter = 0;
@@ -535,12 +573,11 @@ class Decoder {
   }
 
   __device__ void fold_row(const Item& item) const {
-    for (int i = static_cast<int>(threadIdx.x); i < heads_per_kv_ * (D / 4); i += kThreads) {
-      const int head = kv_head(item) * heads_per_kv_ + i / (D / 4), column = i % (D / 4) * 4;
+    for (int i = warp_; i < heads_per_kv_; i += kWarps) {
+      const int head = item.kv_head * heads_per_kv_ + i;
       const int64_t first = state(item.slot, 0, head);
-      const auto parts = reinterpret_cast<const float4*>(state_out(first) + column);
-      const States states{parts, state_max_sum(first), q_heads_, D / 4, tiles_of(item.position)};
-      fold_states(states, c_, out(item.slot, head) + column);
+      fold_states<D>({state_out(first), state_max_sum(first), q_heads_, tiles_of(item.position)},
+                     c_, out(item.slot, head), lane_);
     }
   }
 
@@ -550,7 +587,7 @@ class Decoder {
   const float c_;
   Shared<T, D>& shared_;
   int warp_, lane_;
-  const int q_heads_, kv_heads_, heads_per_kv_, passes_, groups_, max_tiles_;
+  const int q_heads_, kv_heads_, heads_per_kv_, passes_, max_tiles_;
 };
 
 template <typename T, int D>
