@@ -33,12 +33,14 @@ PROTO_BORDER = {
 NATIVE_USERS = {
     "attention",
     "bench_kernels",
-    "decoder",
-    "device",
+    "cpu_backend",
+    "cuda_backend",
+    "cuda_runner",
+    "cuda_slots",
+    "gpu",
     "kernel_cases",
+    "peers",
     "sampler",
-    "self_test",
-    "weights",
 }
 
 

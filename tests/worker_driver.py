@@ -42,14 +42,16 @@ def sampling(
 class Driver:
     """A configured rank, and the commands to it."""
 
-    def __init__(self, directory: Path, num_threads: int = 1, **setup: Any) -> None:
+    def __init__(
+        self, directory: Path, num_threads: int = 1, device: str = "cpu", **setup: Any
+    ) -> None:
         setup = {"epoch": 1, "num_slots": 4, **setup}
-        self.rank = Rank(directory, num_threads)
+        self.rank = Rank(directory, num_threads, device)
         self.info: RankInfo = self.rank.configure(
             RankSetup(**setup), lambda *_: None, lambda: False
         )
         self.executor = self.rank.executor
-        self.decoder = self.executor.decoder
+        self.decoder = self.executor.runner.decoder
         self.step_id = 0
         self.generations = [0] * self.info.limits.num_slots
         # (slot, generation, position of the token drawn from it) -> logits [V]

@@ -56,7 +56,7 @@ def _parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument("--listen", required=True, help="unix:/path.sock or host:port")
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
     parser.add_argument("--threads", type=int, default=device.default_threads())
-    parser.add_argument("--device", default="cpu", help="cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda (by rank) or cuda:N")
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the parent process ends"
     )
@@ -76,7 +76,7 @@ async def _serve(config: WorkerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    rank = Rank(config.model_dir, config.num_threads)
+    rank = Rank(config.model_dir, config.num_threads, config.device)
     server, servicer, address = await start_server(config.listen, rank, _exit_stuck)
     _LOG.info("listening on %s", address)
     await stop.wait()

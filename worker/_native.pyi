@@ -233,8 +233,9 @@ class CudaOps:
         counters: Tensor,
         out: Tensor,
     ) -> None:
-        """Row t is slot t at positions[t] (int32 [S], -1: idle, out is zeros): norm, rotate, append,
-        attend [0, positions[t]].
+        """Row t is slot t at positions[t] (int32 [S], -1: idle, out is zeros).
+
+        Norm, rotate, append, attend [0, positions[t]].
 
         k_cache, v_cache [S, P, H_kv, D], any strides with D contiguous. states float32, at least
         decode_attention_workspace bytes; counters int32 [S H_kv], zero.
@@ -282,7 +283,7 @@ class CudaOps:
     def sample(
         self, table: SlotTable, logits: Tensor, slots: Tensor | None, workspace: Tensor
     ) -> None:
-        """Draws a token for each row of logits [B, V] and moves the slots on, as CpuOps.sample does.
+        """Draws a token for each row of logits [B, V], as CpuOps.sample does; moves the slots on.
 
         slots None: row b is slot b, those with row_position -1 take no part, lengths grow by one.
         Else int32 [B], the slots whose prompts end here. workspace uint8, sample_workspace bytes,

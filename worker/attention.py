@@ -22,26 +22,46 @@ class CacheShape:
     num_layers: int
     num_slots: int
     max_seq_len: int
+    num_q_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: str
 
 
 class SlotCache:
-    """Keys and values of every slot: per layer two tensors [S, P, H_kv, D], zero at first."""
+    """Keys and values of every slot: per layer two tensors [S, P, H_kv, D], zero at first.
 
-    def __init__(self, shape: CacheShape) -> None:
-        sizes = (shape.num_slots, shape.max_seq_len, shape.num_kv_heads, shape.head_dim)
-        dtype = TORCH_DTYPES[shape.dtype]
+    On a GPU the positions of a head lie one after another in memory.
+    """
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.shape = shape
-        # Written once here, so that the memory is really there and does not grow later.
-        self.keys = [torch.empty(sizes, dtype=dtype).zero_() for _ in range(shape.num_layers)]
-        self.values = [torch.empty(sizes, dtype=dtype).zero_() for _ in range(shape.num_layers)]
+        self.keys = [_layer(shape, device) for _ in range(shape.num_layers)]
+        self.values = [_layer(shape, device) for _ in range(shape.num_layers)]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of slot `source` become those of `target`."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :length].copy_(tensor[source, :length])
 
     def clear(self, slot: int) -> None:
         """Zeroes a slot in every layer."""
         for tensor in (*self.keys, *self.values):
             tensor[slot].zero_()
+
+
+def _layer(shape: CacheShape, device: torch.device) -> Tensor:
+    slots, positions, heads, dim = (
+        shape.num_slots,
+        shape.max_seq_len,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
+    dtype = TORCH_DTYPES[shape.dtype]
+    if device.type == "cuda":
+        return torch.zeros(slots, heads, positions, dim, dtype=dtype, device=device).transpose(1, 2)
+    # Written once here, so that the memory is really there and does not grow later.
+    return torch.empty(slots, positions, heads, dim, dtype=dtype).zero_()
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ class ForwardBatch:
     """The rows of one forward.
 
     token_ids, slots, positions: int32 [T]. Rows [0, num_decode_rows) decode, one per slot; `chunks`
-    cover the others. `sample_rows`: rows whose logits are wanted, int64 [B], or None for all.
+    cover the others. `sample_rows`: rows whose logits are wanted, int64 [B], or None for all. On a
+    GPU a forward decodes or prefills; decode rows are the slots in order, and `table` holds them.
     """
 
     token_ids: Tensor
@@ -103,6 +104,7 @@ class ForwardBatch:
     num_decode_rows: int
     chunks: tuple[ChunkSpan, ...]
     sample_rows: Tensor | None
+    table: object = None
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +127,14 @@ class BatchBuffers:
         self._token_tensor = torch.from_numpy(self._token_ids)
         self._slot_tensor = torch.from_numpy(self._slots)
         self._position_tensor = torch.from_numpy(self._positions)
+
+    def chunk_batch(self, chunks: tuple[PrefillChunk, ...]) -> ForwardBatch:
+        """Chunks alone; valid until the next fill."""
+        return self.fill([], list(chunks))
+
+    def row_batch(self, slot: int, position: int, token_id: int) -> tuple[ForwardBatch, int]:
+        """A decode step of one slot, and the row it has in it; valid until the next fill."""
+        return self.fill([(slot, position, token_id)], []), 0
 
     def fill(self, decode: list[tuple[int, int, int]], chunks: list[PrefillChunk]) -> ForwardBatch:
         """Decode rows (slot, position, token id) and chunks; valid until the next fill."""

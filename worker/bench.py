@@ -14,13 +14,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from worker import device
 from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand
 from worker.checkpoint import open_checkpoint
-from worker.executor import Executor
-from worker.memory_plan import beside, plan_memory
+from worker.device import default_threads, open_device
+from worker.executor import Executor, Submitted
+from worker.memory_plan import beside
 from worker.rank import Rank, RankSetup, resolve_limits
 from worker.sharding import shard_of
+
+# Commands under way at once, as the scheduler has them.
+_MAX_OUTSTANDING = 2
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class _Sequence:
     prompt: tuple[int, ...]
     num_new: int
     num_planned: int = 0
-    num_generated: int = 0
+    num_asked: int = 0
     token_times_ns: list[int] = field(default_factory=list)
 
     @property
@@ -38,7 +41,7 @@ class _Sequence:
 
 
 class _Driver:
-    """Plans commands for a fixed set of sequences that all arrive at once."""
+    """Plans commands for a fixed set of sequences that all arrive at once, two ahead."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -51,27 +54,48 @@ class _Driver:
         waiting = deque(sequences)
         by_slot = {sequence.slot: sequence for sequence in sequences}
         step_ms: list[float] = []
+        under_way: deque[Submitted] = deque()
         started_ns = time.perf_counter_ns()
-        while rows := self._rows(sequences, waiting):
-            decoding = all(isinstance(row, DecodeRow) for row in rows)
-            num_steps = self._steps(rows, by_slot, steps_per_command) if decoding else 1
-            self._step_id += 1
-            result = self._executor.run(
-                StepCommand(self._executor.epoch, self._step_id, num_steps, tuple(rows))
-            )
-            now_ns = time.perf_counter_ns()
-            for row in result.rows:
-                by_slot[row.slot].num_generated += len(row.token_ids)
-                by_slot[row.slot].token_times_ns += [now_ns - started_ns] * len(row.token_ids)
-            if decoding:
-                step_ms += [result.duration_ns / num_steps / 1e6] * num_steps
-        return time.perf_counter_ns() - started_ns, step_ms
+        while True:
+            rows = self._rows(sequences, waiting) if len(under_way) < _MAX_OUTSTANDING else []
+            if rows:
+                under_way.append(self._submit(rows, by_slot, steps_per_command))
+            elif under_way:
+                step_ms += self._collect(under_way.popleft(), by_slot, started_ns)
+            else:
+                return time.perf_counter_ns() - started_ns, step_ms
+
+    def _submit(
+        self, rows: list[Row], by_slot: dict[int, _Sequence], steps_per_command: int
+    ) -> Submitted:
+        decoding = all(isinstance(row, DecodeRow) for row in rows)
+        num_steps = self._steps(rows, by_slot, steps_per_command) if decoding else 1
+        for row in rows:
+            if isinstance(row, DecodeRow) or row.sample:
+                by_slot[row.slot].num_asked += num_steps
+        self._step_id += 1
+        return self._executor.submit(
+            StepCommand(self._executor.epoch, self._step_id, num_steps, tuple(rows))
+        )
+
+    def _collect(
+        self, submitted: Submitted, by_slot: dict[int, _Sequence], started_ns: int
+    ) -> list[float]:
+        """Notes the tokens; the times of the command's decode steps."""
+        result = self._executor.collect(submitted)
+        now_ns = time.perf_counter_ns()
+        for row in result.rows:
+            by_slot[row.slot].token_times_ns += [now_ns - started_ns] * len(row.token_ids)
+        command = submitted.command
+        if not all(isinstance(row, DecodeRow) for row in command.rows):
+            return []
+        return [result.duration_ns / command.num_steps / 1e6] * command.num_steps
 
     def _rows(self, sequences: list[_Sequence], waiting: deque[_Sequence]) -> list[Row]:
         rows: list[Row] = [
             DecodeRow(sequence.slot, self._generation)
             for sequence in sequences
-            if 0 < sequence.num_generated < sequence.num_new
+            if 0 < sequence.num_asked < sequence.num_new
         ]
         budget = self._executor.limits.max_step_tokens - len(rows)
         while waiting and budget > 0:
@@ -91,7 +115,7 @@ class _Driver:
 
     @staticmethod
     def _steps(rows: list[Row], by_slot: dict[int, _Sequence], steps_per_command: int) -> int:
-        left = [by_slot[row.slot].num_new - by_slot[row.slot].num_generated for row in rows]
+        left = [by_slot[row.slot].num_new - by_slot[row.slot].num_asked for row in rows]
         return min(steps_per_command, *left)
 
 
@@ -106,11 +130,11 @@ def main_bench(arguments: list[str]) -> int:
         "--prompt-token-ids-json", type=Path, help="file with one list of ids, or several"
     )
     parser.add_argument("--steps-per-command", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=device.default_threads())
+    parser.add_argument("--threads", type=int, default=default_threads())
     parsed = parser.parse_args(arguments)
     if min(parsed.concurrency) < 1 or parsed.new_tokens < 2 or parsed.prompt_tokens < 1:
         raise ValueError("--concurrency and --prompt-tokens start at 1, --new-tokens at 2")
-    rank = Rank(parsed.model, parsed.threads)
+    rank = Rank(parsed.model, parsed.threads, parsed.device)
     prompts = _prompts(parsed, max(parsed.concurrency))
     longest = max(len(prompt) for prompt in prompts) + parsed.new_tokens
     setup = RankSetup(
@@ -131,6 +155,7 @@ def main_bench(arguments: list[str]) -> int:
         "model": str(parsed.model),
         "weight_dtype": info.limits.weight_dtype,
         "kv_dtype": info.limits.kv_dtype,
+        "device": info.device,
         "num_threads": info.num_threads,
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "new_tokens": parsed.new_tokens,
@@ -148,7 +173,7 @@ def main_plan(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker plan")
     _add_model_arguments(parser)
     parser.add_argument("--num-slots", type=int, default=8)
-    parser.add_argument("--max-step-tokens", type=int, help="default: 256, or num-slots if more")
+    parser.add_argument("--max-step-tokens", type=int, default=0, help="0: the device's")
     parser.add_argument("--tp", type=int, default=1)
     parsed = parser.parse_args(arguments)
     checkpoint = open_checkpoint(parsed.model)
@@ -159,26 +184,27 @@ def main_plan(arguments: list[str]) -> int:
         max_seq_len=parsed.max_seq_len,
         weight_dtype=parsed.dtype,
         kv_dtype=parsed.kv_dtype,
-        max_step_tokens=parsed.max_step_tokens or max(256, parsed.num_slots),
+        max_step_tokens=parsed.max_step_tokens,
     )
-    limits = resolve_limits(checkpoint, setup)
+    devices = [open_device(parsed.device, rank, default_threads()) for rank in range(parsed.tp)]
+    limits = resolve_limits(checkpoint, setup, devices[0].pace)
+    devices[0].check_model(checkpoint.config, limits)
     plans = [
-        plan_memory(
-            checkpoint.config,
-            shard_of(checkpoint.config, rank, parsed.tp),
-            limits,
-            device.resident_bytes(),
-            device.available_bytes(),
-        )
-        for rank in range(parsed.tp)
+        device.plan(checkpoint.config, shard_of(checkpoint.config, rank, parsed.tp), limits)
+        for rank, device in enumerate(devices)
     ]
-    needed = sum(plan.needed_bytes for plan in plans)
+    # Taken to be on this machine, all of them; on GPUs each has its own.
+    shared = devices[0].name == "cpu"
+    needed = sum(plan.needed_bytes for plan in plans) if shared else 0
     report = {
         "model": str(parsed.model),
         "fingerprint": checkpoint.fingerprint,
         "world_size": parsed.tp,
-        # Taken to be on this machine, all of them.
-        "ranks": [beside(plan, needed - plan.needed_bytes).as_dict() for plan in plans],
+        "device": devices[0].name,
+        "ranks": [
+            (beside(plan, needed - plan.needed_bytes) if shared else plan).as_dict()
+            for plan in plans
+        ],
     }
     print(json.dumps(report, indent=2))
     return 0
@@ -188,6 +214,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
     parser.add_argument("--max-seq-len", type=int, default=0, help="0: as needed")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda (by rank) or cuda:N")
     parser.add_argument("--kv-dtype", default="auto")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +33,14 @@ class WorkerConfig:
     listen: str
     model_dir: Path
     num_threads: int
-    device: str = "cpu"
+    device: str = "auto"
     exit_with_parent: bool = False
 
     def __post_init__(self) -> None:
-        if self.device != "cpu":
-            raise ValueError(f"--device {self.device!r} is not supported; supported: cpu")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise ValueError(
+                f"--device {self.device!r} is not supported; supported: auto, cpu, cuda, cuda:N"
+            )
         if self.num_threads < 1:
             raise ValueError(f"--threads must be at least 1, not {self.num_threads}")
         check_listen(self.listen)

@@ -1,4 +1,4 @@
-"""What the worker needs to know of the machine: memory, threads, the parent process."""
+"""The device a rank runs on, and what the worker needs to know of the machine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,153 @@ import os
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from worker._native import CpuOps
+from worker import gpu
+from worker.backend import Backend
+from worker.batch import BatchBuffers
+from worker.cpu_backend import CpuBackend
+from worker.cpu_runner import CpuRunner
+from worker.decoder import Decoder
+from worker.errors import SetupError
+from worker.memory_plan import (
+    CPU_FOOTPRINT,
+    Footprint,
+    MemoryPlan,
+    ServingLimits,
+    plan_memory,
+)
+from worker.model_config import ModelConfig
+from worker.runner import Runner
+from worker.self_test import Batches
+from worker.sharding import Shard
+from worker.tensor_parallel import Group, Rendezvous, join_gloo
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
 
 
-def native_ops(num_threads: int) -> CpuOps:
-    """The operators of the device, on `num_threads` threads."""
-    return CpuOps(num_threads)
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What suits a device; see Configured in worker.proto."""
+
+    max_step_tokens: int
+    max_mixed_step_tokens: int
+    run_ahead_window_ns: int
+
+
+class Device(ABC):
+    """Where a rank's weights, slots and steps are: CpuDevice, or CudaDevice in cuda_device.py."""
+
+    weight_dtypes: tuple[str, ...]
+    pace: Pace
+    footprint: Footprint
+    # Whether ranks on one machine take from the same memory.
+    shares_memory: bool
+    num_threads: int
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """For people."""
+
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """The device's memory that this process uses now."""
+
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """The device's memory that can still be taken."""
+
+    @abstractmethod
+    def backend(self, weight_dtype: str) -> Backend[Any]:
+        """The operators, for weights of this type."""
+
+    @abstractmethod
+    def runner(self, decoder: Decoder) -> tuple[Runner, Batches]:
+        """What runs commands on a decoder of this device, and what makes batches to test it."""
+
+    @abstractmethod
+    def join_group(self, rendezvous: Rendezvous) -> Group:
+        """Meets the other ranks; a lone rank meets nobody."""
+
+    def plan(self, config: ModelConfig, shard: Shard, limits: ServingLimits) -> MemoryPlan:
+        """What a rank will take of this device's memory."""
+        return plan_memory(
+            config, shard, limits, self.resident_bytes(), self.available_bytes(), self.footprint
+        )
+
+    def enter(self) -> None:  # noqa: B027 (nothing to do on the CPU)
+        """Makes the device the calling thread's."""
+
+    def release_free_memory(self) -> None:
+        """Gives memory that nobody uses back to the system."""
+        release_free_memory()
+
+    def check_model(self, config: ModelConfig, limits: ServingLimits) -> None:
+        """Raises SetupError for a model or a type that the operators do not take."""
+        for name, dtype in (("weight_dtype", limits.weight_dtype), ("kv_dtype", limits.kv_dtype)):
+            if dtype not in self.weight_dtypes:
+                raise SetupError(
+                    f"{name} {dtype!r} is not supported on {self.name}; supported: auto, "
+                    f"{', '.join(self.weight_dtypes)}"
+                )
+
+
+class CpuDevice(Device):
+    """The CPU, on `num_threads` threads."""
+
+    weight_dtypes = ("float32", "bfloat16")
+    shares_memory = True
+    # The scheduler takes its time from the worker's cores, some 2 ms a command.
+    pace = Pace(256, 256, 40_000_000)
+    footprint = CPU_FOOTPRINT
+    name = "cpu"
+
+    def __init__(self, num_threads: int) -> None:
+        self._backend = CpuBackend(num_threads)
+        self.num_threads = num_threads
+
+    def resident_bytes(self) -> int:
+        """Resident set of the process."""
+        return resident_bytes()
+
+    def available_bytes(self) -> int:
+        """The machine's memory, or less if a container limits it."""
+        return available_bytes()
+
+    def backend(self, weight_dtype: str) -> Backend[Any]:
+        """The same for every type."""
+        return self._backend
+
+    def runner(self, decoder: Decoder) -> tuple[Runner, Batches]:
+        """See Device."""
+        runner = CpuRunner(decoder, self._backend)
+        return runner, BatchBuffers(decoder.limits.max_step_tokens)
+
+    def join_group(self, rendezvous: Rendezvous) -> Group:
+        """By gloo."""
+        return join_gloo(rendezvous)
+
+
+def open_device(name: str, rank: int, num_threads: int) -> Device:
+    """The device "cpu", "cuda" (GPU number `rank`), "cuda:N" or "auto" (a GPU if one can be used).
+
+    Raises SetupError saying what was found and what to do.
+    """
+    if name == "cpu" or (name == "auto" and not gpu.usable(rank)):
+        return CpuDevice(num_threads)
+    index = int(name.removeprefix("cuda:")) if name.startswith("cuda:") else rank
+    gpu.refuse_unusable(index)
+    # Only here: it needs a native library built with CUDA.
+    from worker.cuda_device import CudaDevice
+
+    return CudaDevice(index, num_threads)
 
 
 def resident_bytes() -> int:

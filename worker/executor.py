@@ -1,4 +1,4 @@
-"""Runs step commands on a rank: one forward for all rows, then the draw, then the slots' records.
+"""Runs step commands on a rank: checked against the slots, begun on the device, then collected.
 
 Every rank runs the same commands on the same records, so all of them take the same branches and
 enter the same collectives with the same sizes.
@@ -8,60 +8,62 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
-
-from worker.batch import (
-    BatchBuffers,
-    DecodeRow,
-    ForwardBatch,
-    PrefillChunk,
-    RowResult,
-    StepCommand,
-    StepResult,
-)
-from worker.decoder import Decoder
+from worker.batch import DecodeRow, PrefillChunk, RowResult, StepCommand, StepResult
 from worker.errors import ProtocolError, StepError
-from worker.sampler import Sampler
+from worker.memory_plan import ServingLimits
+from worker.runner import CORRUPTED, Outcome, Runner, StepWork
 from worker.slots import SlotRecord, check_command
 
 _DIGEST_ENTRY = struct.Struct("<IQIi")
 
 
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A command under way: its rows' records as they were, and what the runner began."""
+
+    command: StepCommand
+    records: dict[int, SlotRecord]
+    started: Any
+
+
 @dataclass(slots=True)
 class _RowOutput:
-    slot: int
-    generation: int
     token_ids: list[int] = field(default_factory=list)
     corrupted: bool = False
 
 
 class Executor:
-    """A rank's slots and decoder under one epoch. Not thread-safe: one command at a time."""
+    """A rank's slots under one epoch.
 
-    def __init__(self, decoder: Decoder, epoch: int) -> None:
-        self.decoder = decoder
+    `submit` is called from one thread at a time and `collect` from one, in the same order; they may
+    be two threads.
+    """
+
+    def __init__(self, runner: Runner, limits: ServingLimits, vocab_size: int, epoch: int) -> None:
         self.epoch = epoch
-        self.limits = decoder.limits
-        self._vocab_size = decoder.config.vocab_size
-        self._slots = [SlotRecord() for _ in range(self.limits.num_slots)]
-        self._sampler = Sampler(decoder.ops, self.limits.num_slots, self._vocab_size)
-        self._buffers = BatchBuffers(self.limits.max_step_tokens)
+        self.limits = limits
+        self.runner = runner
+        self._vocab_size = vocab_size
+        self._slots = [SlotRecord() for _ in range(limits.num_slots)]
         self._last_step_id = 0
         self._failed = False
 
     def run(self, command: StepCommand) -> StepResult:
-        """Runs one command.
+        """Submits one command and collects it."""
+        return self.collect(self.submit(command))
+
+    def submit(self, command: StepCommand) -> Submitted:
+        """Begins a command.
 
         Raises ProtocolError before anything is touched if the command does not fit, StepError if it
         failed on the way; after either the executor takes no more commands.
         """
-        started_ns = time.perf_counter_ns()
         try:
             self._check(command)
-            outputs, digest = self._run(command)
+            submitted = self._begin(command)
         except ProtocolError:
             self._failed = True
             raise
@@ -69,16 +71,17 @@ class Executor:
             self._failed = True
             raise StepError(f"step {command.step_id} failed: {error}") from error
         self._last_step_id = command.step_id
-        return StepResult(
-            epoch=self.epoch,
-            step_id=command.step_id,
-            digest=digest,
-            rows=tuple(
-                RowResult(row.slot, row.generation, tuple(row.token_ids), row.corrupted)
-                for row in outputs
-            ),
-            duration_ns=time.perf_counter_ns() - started_ns,
-        )
+        return submitted
+
+    def collect(self, submitted: Submitted) -> StepResult:
+        """Waits for a command and gives its result. Raises StepError if it failed."""
+        command = submitted.command
+        try:
+            outcome = self.runner.finish(submitted.started)
+        except Exception as error:
+            self._failed = True
+            raise StepError(f"step {command.step_id} failed: {error}") from error
+        return self._result(command, submitted.records, outcome)
 
     def _check(self, command: StepCommand) -> None:
         if self._failed:
@@ -89,66 +92,47 @@ class Executor:
             raise ProtocolError(f"step id {command.step_id} does not follow {self._last_step_id}")
         check_command(command, self._slots, self.limits, self._vocab_size)
 
-    def _run(self, command: StepCommand) -> tuple[list[_RowOutput], int]:
-        outputs = [_RowOutput(row.slot, row.generation) for row in command.rows]
+    def _begin(self, command: StepCommand) -> Submitted:
+        chunks = tuple(row for row in command.rows if isinstance(row, PrefillChunk))
+        for chunk in chunks:
+            if chunk.setup is not None:
+                # A record of its own: results of the old tenant may still be on their way.
+                self._slots[chunk.slot] = SlotRecord(chunk.generation, max_len=chunk.setup.max_len)
+                self.runner.take(chunk.slot, chunk.setup)
+            self._slots[chunk.slot].begin_chunk(chunk)
+        decode_slots = tuple(row.slot for row in command.rows if isinstance(row, DecodeRow))
+        records = {row.slot: self._slots[row.slot] for row in command.rows}
+        started = self.runner.start(StepWork(decode_slots, chunks, command.num_steps))
+        return Submitted(command, records, started)
+
+    def _result(
+        self, command: StepCommand, records: dict[int, SlotRecord], outcome: Outcome
+    ) -> StepResult:
+        outputs = {row.slot: _RowOutput() for row in command.rows}
+        decoding = {row.slot for row in command.rows if isinstance(row, DecodeRow)}
         digest = hashlib.blake2b(struct.pack("<Q", command.step_id), digest_size=8)
-        chunks = [row for row in command.rows if isinstance(row, PrefillChunk)]
-        decode = [
-            out
-            for row, out in zip(command.rows, outputs, strict=True)
-            if isinstance(row, DecodeRow)
-        ]
-        sampled_chunks = [
-            out
-            for row, out in zip(command.rows, outputs, strict=True)
-            if isinstance(row, PrefillChunk) and row.sample
-        ]
-        for chunk in chunks:
-            self._begin_chunk(chunk)
-        for _ in range(command.num_steps):
-            rows = [row for row in decode if self._slots[row.slot].active]
-            if not rows and not chunks:
-                break
-            batch = self._batch(rows, chunks)
-            logits = self.decoder.forward(batch)
-            self._advance(rows, chunks)
-            sampling = rows + sampled_chunks
-            if sampling:
-                self._sample(logits, sampling, digest)
-        return outputs, int.from_bytes(digest.digest(), "little")
-
-    def _begin_chunk(self, chunk: PrefillChunk) -> None:
-        if chunk.setup is not None:
-            self._slots[chunk.slot].take(chunk.generation, chunk.setup)
-            self._sampler.set_slot(chunk.slot, chunk.setup)
-
-    def _batch(self, rows: list[_RowOutput], chunks: list[PrefillChunk]) -> ForwardBatch:
-        records = ((row.slot, self._slots[row.slot]) for row in rows)
-        decode = [(slot, record.num_computed, record.last_token) for slot, record in records]
-        return self._buffers.fill(decode, chunks)
-
-    def _advance(self, rows: list[_RowOutput], chunks: list[PrefillChunk]) -> None:
-        """What the forward consumed is in the cache now."""
-        for row in rows:
-            self._slots[row.slot].num_computed += 1
-        for chunk in chunks:
-            self._slots[chunk.slot].num_computed += len(chunk.token_ids)
-
-    def _sample(self, logits: Tensor, rows: list[_RowOutput], digest: hashlib.blake2b) -> None:
-        slots = [row.slot for row in rows]
-        # A token's position is its index in the sequence: the number of tokens before it.
-        positions = [self._slots[slot].num_computed for slot in slots]
-        token_ids = self._sampler.sample(logits, slots, positions)
-        for row, position, token_id in zip(rows, positions, token_ids, strict=True):
-            digest.update(_DIGEST_ENTRY.pack(row.slot, row.generation, position, token_id))
-            if token_id < 0:
-                self._corrupt(row)
-            else:
-                row.token_ids.append(token_id)
-                self._slots[row.slot].accept(token_id)
-
-    def _corrupt(self, row: _RowOutput) -> None:
-        """Ends a row whose logits hold a NaN; its cache is zeroed, so that nothing can spread."""
-        row.corrupted = True
-        self._slots[row.slot].stop()
-        self.decoder.cache.clear(row.slot)
+        for drawn in outcome.steps:
+            for slot, token_id in drawn:
+                record = records[slot]
+                if slot in decoding:
+                    record.length += 1
+                digest.update(_DIGEST_ENTRY.pack(slot, record.generation, record.length, token_id))
+                if token_id == CORRUPTED:
+                    outputs[slot].corrupted = True
+                else:
+                    outputs[slot].token_ids.append(token_id)
+        return StepResult(
+            epoch=self.epoch,
+            step_id=command.step_id,
+            digest=int.from_bytes(digest.digest(), "little"),
+            rows=tuple(
+                RowResult(
+                    row.slot,
+                    row.generation,
+                    tuple(outputs[row.slot].token_ids),
+                    outputs[row.slot].corrupted,
+                )
+                for row in command.rows
+            ),
+            duration_ns=outcome.duration_ns,
+        )

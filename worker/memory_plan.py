@@ -12,10 +12,28 @@ from worker.errors import MemoryPlanError
 from worker.model_config import ModelConfig
 from worker.sharding import Shard
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LENGTH_GRID = 128
-# Rounding by the allocator and the native library's own scratch.
-_RESERVE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """How a device uses memory beside weights and slots.
+
+    Forwards run in multiples of `row_grid` rows; activations are float32, or of the weights' type;
+    attention keeps a float32 state per head and `attention_tile` positions of every slot (0: none).
+    `reserve_bytes`: rounding by the allocator and what libraries take; `group_bytes`: what joining
+    other ranks takes.
+    """
+
+    row_grid: int
+    float32_activations: bool
+    attention_tile: int
+    reserve_bytes: int
+    group_bytes: int
+
+
+CPU_FOOTPRINT = Footprint(1, True, 0, 8 << 20, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +86,12 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, shard: Shard, limits: ServingLimits, baseline: int, available: int
+    config: ModelConfig,
+    shard: Shard,
+    limits: ServingLimits,
+    baseline: int,
+    available: int,
+    footprint: Footprint = CPU_FOOTPRINT,
 ) -> MemoryPlan:
     """The plan for one rank. `baseline`: resident bytes before loading; `available`: bytes free."""
     per_position = (
@@ -78,7 +101,7 @@ def plan_memory(
         baseline_bytes=baseline,
         weight_bytes=weight_bytes(config, shard, limits.weight_dtype),
         kv_bytes=limits.num_slots * limits.max_seq_len * per_position,
-        workspace_bytes=_workspace_bytes(config, shard, limits),
+        workspace_bytes=_workspace_bytes(config, shard, limits, footprint),
         available_bytes=available,
         limits=limits,
         kv_bytes_per_position=per_position,
@@ -147,18 +170,32 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str) -> int:
     return elements * DTYPE_BYTES[dtype] + (config.num_layers * vectors + hidden) * 4
 
 
-def _workspace_bytes(config: ModelConfig, shard: Shard, limits: ServingLimits) -> int:
+def _workspace_bytes(
+    config: ModelConfig, shard: Shard, limits: ServingLimits, footprint: Footprint
+) -> int:
+    width = 4 if footprint.float32_activations else DTYPE_BYTES[limits.weight_dtype]
     heads = shard.q_heads.size + 2 * shard.kv_heads.size
-    row = 3 * config.hidden_size + (heads + shard.q_heads.size) * config.head_dim
-    row += 3 * shard.intermediate.size
-    sample_row = 3 * config.hidden_size + config.vocab_size
+    hidden = config.hidden_size
+    # The residual and the logits are float32 everywhere.
+    row = 2 * hidden + (heads + shard.q_heads.size) * config.head_dim
+    row = 4 * hidden + width * (row + 3 * shard.intermediate.size)
+    sample_row = 4 * hidden + width * 2 * hidden + 4 * config.vocab_size
     if shard.world_size > 1:
         widest = -(-config.vocab_size // shard.world_size)
-        row += shard.world_size * config.hidden_size
-        sample_row += (shard.world_size + 1) * widest
-    tables = limits.max_seq_len * config.head_dim
-    floats = limits.max_step_tokens * row + limits.num_slots * sample_row + tables
-    return floats * 4 + _RESERVE_BYTES
+        row += 4 * shard.world_size * hidden
+        sample_row += 4 * (shard.world_size + 1) * widest
+    tables = 4 * limits.max_seq_len * config.head_dim
+    rows = _on_grid(max(limits.max_step_tokens, limits.num_slots), footprint.row_grid)
+    total = rows * row + _on_grid(limits.num_slots, footprint.row_grid) * sample_row + tables
+    if footprint.attention_tile:
+        tiles = -(-limits.max_seq_len // footprint.attention_tile)
+        total += 4 * limits.num_slots * shard.q_heads.size * tiles * (config.head_dim + 2)
+    group = footprint.group_bytes if shard.world_size > 1 else 0
+    return total + footprint.reserve_bytes + group
+
+
+def _on_grid(count: int, grid: int) -> int:
+    return -(-count // grid) * grid
 
 
 def _mib(num_bytes: int) -> str:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from worker import device
-from worker.batch import StepCommand, StepResult
+from worker.backend import Backend
 from worker.checkpoint import Checkpoint, open_checkpoint
 from worker.config import GROUP_TIMEOUT_S
 from worker.decoder import Decoder
+from worker.device import Device, Pace, open_device
 from worker.errors import ProtocolError, SetupCancelledError, SetupError
 from worker.executor import Executor
 from worker.memory_plan import (
@@ -20,29 +21,16 @@ from worker.memory_plan import (
     ServingLimits,
     beside,
     check_fits,
-    plan_memory,
     without_weights,
 )
 from worker.self_test import SelfTestResult, run_self_tests
 from worker.sharding import Shard, shard_of
-from worker.tensor_parallel import TensorParallelGroup, join_group
+from worker.tensor_parallel import Group, Rendezvous
 from worker.weights import ModelWeights, load_weights
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_SEQ_LEN = 4096
 
-
-@dataclass(frozen=True, slots=True)
-class DevicePace:
-    """What suits a device; see Configured in worker.proto."""
-
-    max_step_tokens: int
-    max_mixed_step_tokens: int
-    run_ahead_window_ns: int
-
-
-# The scheduler takes its time from the worker's cores, some 2 ms a command.
-CPU_PACE = DevicePace(256, 256, 40_000_000)
 
 # Called with (stage, bytes done, bytes in all; 0 if not known).
 StageProgress = Callable[[str, int, int], None]
@@ -75,7 +63,7 @@ class RankInfo:
     vocab_size: int
     fingerprint: str
     device: str
-    pace: DevicePace
+    pace: Pace
     plan: MemoryPlan
     measured_bytes: int
     self_tests: tuple[SelfTestResult, ...]
@@ -87,18 +75,24 @@ class _Loaded:
     """Weights that may serve the next epoch too, and what they are weights of."""
 
     key: tuple[str, int, int, str]
+    backend: Backend[Any]
     weights: ModelWeights
 
 
 class Rank:
-    """Owns everything of a rank. Used from one thread."""
+    """Owns everything of a rank. Used from one thread; results may be collected on a second.
 
-    def __init__(self, model_dir: Path, num_threads: int) -> None:
+    `device_name` as open_device takes it.
+    """
+
+    def __init__(self, model_dir: Path, num_threads: int, device_name: str = "cpu") -> None:
         self._model_dir = model_dir
-        self._ops = device.native_ops(num_threads)
+        self._num_threads = num_threads
+        self._device_name = device_name
+        self._device: Device | None = None
         self._loaded: _Loaded | None = None
         self._executor: Executor | None = None
-        self._group: TensorParallelGroup | None = None
+        self._group: Group | None = None
 
     def configure(
         self, setup: RankSetup, progress: StageProgress, cancelled: Callable[[], bool]
@@ -110,24 +104,37 @@ class Rank:
         if checkpoint.unlisted_files:
             _LOG.warning("not read, not listed: %s", ", ".join(checkpoint.unlisted_files))
         shard = shard_of(checkpoint.config, setup.rank, setup.world_size)
-        limits = resolve_limits(checkpoint, setup)
+        device = self._open_device(setup.rank)
+        limits = resolve_limits(checkpoint, setup, device.pace)
+        device.check_model(checkpoint.config, limits)
         key = (checkpoint.fingerprint, setup.rank, setup.world_size, limits.weight_dtype)
         if self._loaded is not None and self._loaded.key != key:
             self._loaded = None
             device.release_free_memory()
-        check_fits(self._plan(checkpoint, shard, limits))
+        check_fits(self._plan(checkpoint, shard, limits, device))
         progress("joining the group", 0, 0)
-        self._group = join_group(
-            setup.rank, setup.world_size, setup.rendezvous_address, GROUP_TIMEOUT_S, cancelled
+        self._group = device.join_group(
+            Rendezvous(
+                setup.rank,
+                setup.world_size,
+                setup.rendezvous_address,
+                GROUP_TIMEOUT_S,
+                cancelled,
+            )
         )
-        plan = self._share(self._plan(checkpoint, shard, limits), self._group)
+        plan = self._plan(checkpoint, shard, limits, device)
+        if device.shares_memory:
+            plan = self._share(plan, self._group)
         check_fits(plan)
-        weights = self._weights(checkpoint, shard, limits, key, progress, cancelled)
+        loaded = self._load(checkpoint, shard, limits, device, key, progress, cancelled)
         progress("allocating slots", 0, plan.kv_bytes)
-        decoder = Decoder(checkpoint.config, shard, limits, weights, self._ops, self._group)
+        decoder = Decoder(
+            checkpoint.config, shard, limits, loaded.weights, loaded.backend, self._group
+        )
+        runner, batches = device.runner(decoder)
         progress("self-test", 0, 0)
-        tests = tuple(run_self_tests(decoder))
-        self._executor = Executor(decoder, setup.epoch)
+        tests = tuple(run_self_tests(decoder, batches))
+        self._executor = Executor(runner, limits, checkpoint.config.vocab_size, setup.epoch)
         device.release_free_memory()
         return RankInfo(
             epoch=setup.epoch,
@@ -136,13 +143,19 @@ class Rank:
             num_layers=checkpoint.config.num_layers,
             vocab_size=checkpoint.config.vocab_size,
             fingerprint=checkpoint.fingerprint,
-            device="cpu",
-            pace=CPU_PACE,
+            device=device.name,
+            pace=device.pace,
             plan=plan,
             measured_bytes=device.resident_bytes(),
             self_tests=tests,
-            num_threads=self._ops.num_threads,
+            num_threads=device.num_threads,
         )
+
+    def _open_device(self, rank: int) -> Device:
+        if self._device is None:
+            self._device = open_device(self._device_name, rank, self._num_threads)
+        self._device.enter()
+        return self._device
 
     @property
     def executor(self) -> Executor:
@@ -156,39 +169,37 @@ class Rank:
         """Whether a step may be held up by another rank, perhaps for ever."""
         return self._group is not None and self._group.world_size > 1
 
-    def run(self, command: StepCommand) -> StepResult:
-        """Runs one command; see Executor.run."""
-        return self.executor.run(command)
-
     def release(self) -> None:
         """Leaves the group and drops the slots; weights stay."""
         if self._group is not None:
             self._group.close()
         self._group = None
         self._executor = None
-        device.release_free_memory()
+        if self._device is not None:
+            self._device.release_free_memory()
 
-    def _plan(self, checkpoint: Checkpoint, shard: Shard, limits: ServingLimits) -> MemoryPlan:
-        plan = plan_memory(
-            checkpoint.config, shard, limits, device.resident_bytes(), device.available_bytes()
-        )
+    def _plan(
+        self, checkpoint: Checkpoint, shard: Shard, limits: ServingLimits, device: Device
+    ) -> MemoryPlan:
+        plan = device.plan(checkpoint.config, shard, limits)
         return plan if self._loaded is None else without_weights(plan)
 
-    def _share(self, plan: MemoryPlan, group: TensorParallelGroup) -> MemoryPlan:
+    def _share(self, plan: MemoryPlan, group: Group) -> MemoryPlan:
         """The plan beside the other ranks of this machine; none of them has begun to allocate."""
         own = plan.needed_bytes - (plan.weight_bytes if self._loaded is not None else 0)
         others_mib = group.total(own / (1 << 20)) - own / (1 << 20)
         return beside(plan, int(others_mib * (1 << 20))) if group.same_machine else plan
 
-    def _weights(
+    def _load(
         self,
         checkpoint: Checkpoint,
         shard: Shard,
         limits: ServingLimits,
+        device: Device,
         key: tuple[str, int, int, str],
         progress: StageProgress,
         cancelled: Callable[[], bool],
-    ) -> ModelWeights:
+    ) -> _Loaded:
         if self._loaded is None:
 
             def on_bytes(done: int, total: int) -> None:
@@ -196,17 +207,18 @@ class Rank:
                     raise SetupCancelledError("the stream ended while the weights were loaded")
                 progress("loading weights", done, total)
 
-            weights = load_weights(checkpoint, shard, limits.weight_dtype, self._ops, on_bytes)
-            self._loaded = _Loaded(key, weights)
+            backend = device.backend(limits.weight_dtype)
+            weights = load_weights(checkpoint, shard, limits.weight_dtype, backend, on_bytes)
+            self._loaded = _Loaded(key, backend, weights)
             device.release_free_memory()
-        return self._loaded.weights
+        return self._loaded
 
 
-def resolve_limits(checkpoint: Checkpoint, setup: RankSetup) -> ServingLimits:
+def resolve_limits(checkpoint: Checkpoint, setup: RankSetup, pace: Pace) -> ServingLimits:
     """The settings in full. Raises SetupError naming the setting, its value and the limit."""
     if setup.num_slots < 1:
         raise SetupError(f"num_slots must be at least 1, not {setup.num_slots}")
-    max_step_tokens = setup.max_step_tokens or max(CPU_PACE.max_step_tokens, setup.num_slots)
+    max_step_tokens = setup.max_step_tokens or max(pace.max_step_tokens, setup.num_slots)
     if max_step_tokens < setup.num_slots:
         raise SetupError(
             f"max_step_tokens {max_step_tokens} is less than num_slots {setup.num_slots}: "
@@ -222,7 +234,7 @@ def resolve_limits(checkpoint: Checkpoint, setup: RankSetup) -> ServingLimits:
     for name, dtype in (("weight_dtype", weight_dtype), ("kv_dtype", kv_dtype)):
         if dtype not in DTYPE_BYTES:
             raise SetupError(
-                f"{name} {dtype!r} is not supported; supported: auto, float32, bfloat16"
+                f"{name} {dtype!r} is not supported; supported: auto, {', '.join(DTYPE_BYTES)}"
             )
     return ServingLimits(
         num_slots=setup.num_slots,

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from worker._native import PackedWeight
-from worker.batch import BatchBuffers, ForwardBatch, PrefillChunk
+from worker.backend import Weight
+from worker.batch import ForwardBatch, PrefillChunk
 from worker.decoder import Decoder
 
-_ROW_COUNTS = (1, 2, 3, 8, 17)
-_SEQUENCE_LEN = 8
 _SEED = 20_251
 # Around multiples of sizes an attention kernel may split at.
 _ATTENTION_POSITIONS = (0, 1, 15, 16, 63, 64, 127, 128, 255, 256, 257, 511, 512)
+_CHUNK = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,37 @@ class SelfTestResult:
     detail: str
 
 
-def run_self_tests(decoder: Decoder) -> list[SelfTestResult]:
+class Batches(Protocol):
+    """How forwards are made on a device: BatchBuffers and CudaSlots."""
+
+    def chunk_batch(self, chunks: tuple[PrefillChunk, ...]) -> ForwardBatch:
+        """The rows of the chunks, one chunk after another."""
+
+    def row_batch(self, slot: int, position: int, token_id: int) -> tuple[ForwardBatch, int]:
+        """A decode step of one slot, and the row it has in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rig:
+    decoder: Decoder
+    batches: Batches
+    # Rows of a product, and tokens of a sequence, that reach every kind of kernel.
+    row_counts: tuple[int, ...]
+    sequence_len: int
+
+
+def run_self_tests(decoder: Decoder, batches: Batches) -> list[SelfTestResult]:
     """Runs all tests on slot memory, and leaves it zeroed."""
-    tests: list[tuple[str, str, Callable[[Decoder], list[str]]]] = [
-        ("linear_rows_equal", f"each weight shape at {_ROW_COUNTS} rows", _linear_rows),
+    if decoder.ops.device.type == "cuda":
+        rig = _Rig(decoder, batches, (1, 2, 8, 16, 17, 256), 24)
+    else:
+        rig = _Rig(decoder, batches, (1, 2, 3, 8, 17), 8)
+    tests: list[tuple[str, str, Callable[[_Rig], list[str]]]] = [
+        ("linear_rows_equal", f"each weight shape at {rig.row_counts} rows", _linear_rows),
         ("prefill_attention_equals_decode", "around tile and split borders", _attention),
         ("prefill_kv_equals_decode_kv", "K, V, logits; whole, in chunks, by token", _sequence),
     ]
-    return [_result(name, compared, test(decoder)) for name, compared, test in tests]
+    return [_result(name, compared, test(rig)) for name, compared, test in tests]
 
 
 def _result(name: str, compared: str, differences: list[str]) -> SelfTestResult:
@@ -47,99 +70,114 @@ def _result(name: str, compared: str, differences: list[str]) -> SelfTestResult:
     return SelfTestResult(name, not differences, detail)
 
 
-def _linear_rows(decoder: Decoder) -> list[str]:
+def _linear_rows(rig: _Rig) -> list[str]:
     """A row of a product has the same bits at any number of rows, beside any neighbours."""
-    generator = torch.Generator().manual_seed(_SEED)
-    rows = torch.randn(max(_ROW_COUNTS), _widest_input(decoder), generator=generator)
+    decoder, most = rig.decoder, max(rig.row_counts)
+    rows = _random(decoder, most, _widest_input(decoder))
     differences = []
     for name, weight in _distinct_weights(decoder):
         x = rows[:, : weight.num_cols].contiguous()
         expected = _product(decoder, weight, x)
-        for count in _ROW_COUNTS:
+        for count in rig.row_counts:
             if not _same(_product(decoder, weight, x[-count:]), expected[-count:]):
                 differences.append(f"{name} [{weight.num_rows}, {weight.num_cols}] at {count} rows")
+    gate_up = decoder.weights.layers[0].gate_up
+    x = rows[:, : gate_up.num_cols].contiguous()
+    expected = _gated(decoder, gate_up, x)
+    differences += [
+        f"gated product at {count} rows"
+        for count in rig.row_counts
+        if not _same(_gated(decoder, gate_up, x[-count:]), expected[-count:])
+    ]
     return differences
 
 
-def _attention(decoder: Decoder) -> list[str]:
+def _attention(rig: _Rig) -> list[str]:
     """A query has the same bits from the prefill and from the decode kernel, whatever the chunk."""
+    decoder = rig.decoder
     limit = decoder.limits.max_seq_len
     positions = [position for position in _ATTENTION_POSITIONS if position < limit]
-    generator = torch.Generator().manual_seed(_SEED)
-    keys, values = decoder.cache.keys[0], decoder.cache.values[0]
     end = positions[-1] + 1
-    for tensor in (keys, values):
-        tensor[0, :end] = torch.randn(tensor[0, :end].shape, generator=generator)
+    for tensor in (decoder.cache.keys[0], decoder.cache.values[0]):
+        heads, dim = tensor.shape[2:]
+        tensor[0, :end] = _random(decoder, end, heads * dim).view(end, heads, dim)
     heads = decoder.shard.q_heads.size + 2 * decoder.shard.kv_heads.size
-    qkv = torch.randn(2, heads * decoder.config.head_dim, generator=generator)
+    qkv = _random(decoder, 2, heads * decoder.config.head_dim)
     differences = [
-        f"position {position}"
-        for position in positions
-        if not _attends_alike(decoder, qkv, position)
+        f"position {position}" for position in positions if not _attends_alike(rig, qkv, position)
     ]
     decoder.cache.clear(0)
     return differences
 
 
-def _attends_alike(decoder: Decoder, qkv: Tensor, position: int) -> bool:
-    keys, values = decoder.cache.keys[0], decoder.cache.values[0]
-    ops, scale = decoder.ops, decoder.attention.scale
-    q_size = decoder.shard.q_heads.size * decoder.config.head_dim
-    first = max(0, position - 1)
+def _attends_alike(rig: _Rig, qkv: Tensor, position: int) -> bool:
+    decoder = rig.decoder
+    first = max(0, position - min(1, decoder.limits.max_step_tokens - 1))
     rows = qkv[: position - first + 1]
-    prefill = torch.empty(rows.shape[0], q_size)
-    ops.prefill_attention(rows, keys, values, 0, first, scale, prefill)
-    decode = torch.empty(1, q_size)
-    at = torch.tensor([position], dtype=torch.int32)
-    slot = torch.zeros(1, dtype=torch.int32)
-    ops.decode_attention(rows[-1:], keys, values, slot, at, scale, decode)
-    return _same(prefill[-1:], decode)
+    chunk = PrefillChunk(0, 1, first, (0,) * rows.shape[0], False, None)
+    prefill = _attended(decoder, rig.batches.chunk_batch((chunk,)), rows)
+    batch, row = rig.batches.row_batch(0, position, 0)
+    decode_rows = torch.zeros(batch.num_decode_rows, *qkv.shape[1:]).to(qkv)
+    decode_rows[row] = rows[-1]
+    decode = _attended(decoder, batch, decode_rows)
+    return _same(prefill[-1:], decode[row : row + 1])
 
 
-def _sequence(decoder: Decoder) -> list[str]:
+def _attended(decoder: Decoder, batch: ForwardBatch, qkv: Tensor) -> Tensor:
+    out = decoder.ops.activations(
+        qkv.shape[0], decoder.shard.q_heads.size * decoder.config.head_dim
+    )
+    decoder.attention.run(0, decoder.weights.layers[0], batch, qkv.clone(), out)
+    return out
+
+
+def _sequence(rig: _Rig) -> list[str]:
     """A sequence gives the same cache and logits whole, in chunks and token by token."""
-    length = min(_SEQUENCE_LEN, decoder.limits.max_seq_len, decoder.limits.max_step_tokens)
-    vocab = decoder.config.vocab_size
+    limits = rig.decoder.limits
+    length = min(rig.sequence_len, limits.max_seq_len, limits.max_step_tokens)
+    vocab = rig.decoder.config.vocab_size
     token_ids = [(_SEED + 7919 * index) % vocab for index in range(length)]
-    whole = _computed(decoder, 0, _in_chunks(0, token_ids, length))
-    last_slot = decoder.limits.num_slots - 1
-    chunked = _computed(decoder, last_slot, _in_chunks(last_slot, token_ids, 3))
-    decoded = _computed(decoder, 0, _token_by_token(0, token_ids))
-    differences = []
-    for name, other in (("chunks of 3", chunked), ("decode", decoded)):
-        for what, left, right in zip(("K", "V", "logits"), whole, other, strict=True):
-            if not _same(left, right):
-                differences.append(f"{what} of whole and {name}")
-    return differences
+    last_slot = limits.num_slots - 1
+    whole = _in_chunks(rig, 0, token_ids, length)
+    others = {
+        f"chunks of {_CHUNK}": _in_chunks(rig, last_slot, token_ids, _CHUNK),
+        "decode": _by_token(rig, 0, token_ids),
+    }
+    return [
+        f"{what} of whole and {name}"
+        for name, other in others.items()
+        for what, left, right in zip(("K", "V", "logits"), whole, other, strict=True)
+        if not _same(left, right)
+    ]
 
 
-def _computed(decoder: Decoder, slot: int, batches: list[ForwardBatch]) -> tuple[Tensor, ...]:
-    """Runs the batches in `slot`; its K and V of all layers, and the last logits."""
+def _in_chunks(rig: _Rig, slot: int, token_ids: list[int], size: int) -> tuple[Tensor, ...]:
     logits = torch.empty(0)
-    for batch in batches:
-        logits = decoder.forward(batch)
-    end = int(batches[-1].positions[-1]) + 1
+    for start in range(0, len(token_ids), size):
+        piece = tuple(token_ids[start : start + size])
+        chunk = PrefillChunk(slot, 1, start, piece, True, None)
+        logits = rig.decoder.forward(rig.batches.chunk_batch((chunk,)))[0]
+    return _computed(rig.decoder, slot, len(token_ids), logits)
+
+
+def _by_token(rig: _Rig, slot: int, token_ids: list[int]) -> tuple[Tensor, ...]:
+    logits = torch.empty(0)
+    for position, token_id in enumerate(token_ids):
+        batch, row = rig.batches.row_batch(slot, position, token_id)
+        logits = rig.decoder.forward(batch)[row]
+    return _computed(rig.decoder, slot, len(token_ids), logits)
+
+
+def _computed(decoder: Decoder, slot: int, end: int, logits: Tensor) -> tuple[Tensor, ...]:
+    """The slot's K and V of all layers, and the logits; the slot is zeroed."""
     keys = torch.stack([tensor[slot, :end] for tensor in decoder.cache.keys])
     values = torch.stack([tensor[slot, :end] for tensor in decoder.cache.values])
-    result = keys, values, logits[-1:].clone()
+    result = keys, values, logits.clone()
     decoder.cache.clear(slot)
     return result
 
 
-def _in_chunks(slot: int, token_ids: list[int], size: int) -> list[ForwardBatch]:
-    chunks = [
-        PrefillChunk(slot, 1, start, tuple(token_ids[start : start + size]), True, None)
-        for start in range(0, len(token_ids), size)
-    ]
-    return [BatchBuffers(size).fill([], [chunk]) for chunk in chunks]
-
-
-def _token_by_token(slot: int, token_ids: list[int]) -> list[ForwardBatch]:
-    rows = [(slot, position, token_id) for position, token_id in enumerate(token_ids)]
-    return [BatchBuffers(1).fill([row], []) for row in rows]
-
-
-def _distinct_weights(decoder: Decoder) -> list[tuple[str, PackedWeight]]:
+def _distinct_weights(decoder: Decoder) -> list[tuple[str, Weight]]:
     layer = decoder.weights.layers[0]
     named = [
         ("qkv", layer.qkv),
@@ -156,10 +194,32 @@ def _widest_input(decoder: Decoder) -> int:
     return max(weight.num_cols for _, weight in _distinct_weights(decoder))
 
 
-def _product(decoder: Decoder, weight: PackedWeight, x: Tensor) -> Tensor:
-    out = torch.empty(x.shape[0], weight.num_rows)
-    decoder.ops.linear(x, weight, out)
-    return out
+def _product(decoder: Decoder, weight: Weight, x: Tensor) -> Tensor:
+    padded = _padded(decoder, x)
+    out = decoder.ops.activations(padded.shape[0], weight.num_rows)
+    decoder.ops.linear(padded, weight, out)
+    return out[: x.shape[0]]
+
+
+def _gated(decoder: Decoder, weight: Weight, x: Tensor) -> Tensor:
+    padded = _padded(decoder, x)
+    scratch = decoder.ops.activations(padded.shape[0], weight.num_rows)
+    out = decoder.ops.activations(padded.shape[0], weight.num_rows // 2)
+    decoder.ops.gated_linear(padded, weight, scratch, out)
+    return out[: x.shape[0]]
+
+
+def _padded(decoder: Decoder, x: Tensor) -> Tensor:
+    """x and zero rows, as many as the backend runs."""
+    padded = decoder.ops.activations(decoder.ops.num_rows(x.shape[0]), x.shape[1])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def _random(decoder: Decoder, rows: int, columns: int) -> Tensor:
+    """The same values on every rank, in the backend's type."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(_SEED))
+    return decoder.ops.activations(rows, columns).copy_(values)
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

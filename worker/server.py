@@ -1,7 +1,7 @@
 """The gRPC face of a rank: the Run stream, health, reflection.
 
-The step thread runs everything that takes time (setting up, steps); the event loop only moves
-messages, so health answers at once whatever the load. Protobuf types stay in this file.
+The pipeline's threads run everything that takes time (setting up, steps); the event loop only
+moves messages, so health answers at once whatever the load. Protobuf types stay in this file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +23,7 @@ from worker import device
 from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand, StepResult
 from worker.config import GRPC_OPTIONS, RELEASE_TIMEOUT_S
 from worker.errors import ProtocolError, WorkerError
+from worker.pipeline import Pipeline
 from worker.rank import Rank, RankInfo, RankSetup
 
 _LOG = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._health = health
         self._on_stuck = on_stuck
         self._release_timeout_s = release_timeout_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._pipeline = Pipeline()
         self._serving = False
         self._releasing: asyncio.Task[None] | None = None
 
@@ -91,7 +92,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def close(self) -> None:
         """Waits until the last stream's slots are dropped, then ends the step thread."""
         await self._released()
-        self._thread.shutdown()
+        self._pipeline.shutdown()
 
     async def _configure(
         self, setup: RankSetup, context: grpc.aio.ServicerContext, ended: threading.Event
@@ -103,7 +104,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             progress = worker_pb2.LoadProgress(stage=stage, done_bytes=done, total_bytes=total)
 
         future = asyncio.wrap_future(
-            self._thread.submit(self._rank.configure, setup, on_progress, ended.is_set)
+            self._pipeline.call(self._rank.configure, setup, on_progress, ended.is_set)
         )
         # A cancelled stream does not wait for the outcome; then nobody asks for the exception.
         future.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -145,7 +146,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     def _submit(self, request: worker_pb2.RunRequest) -> Future[StepResult]:
         try:
-            return self._thread.submit(self._rank.run, _step_command(request))
+            return self._pipeline.run(lambda: self._rank.executor, _step_command(request))
         except ProtocolError as error:
             refused: Future[StepResult] = Future()
             refused.set_exception(error)
@@ -159,7 +160,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """
         if name is not None:
             await self._health.set(name, _NOT_SERVING)
-        released = asyncio.wrap_future(self._thread.submit(self._rank.release))
+        released = asyncio.wrap_future(self._pipeline.call(self._rank.release))
         limit_s = self._release_timeout_s if self._rank.waits_for_peers else None
         done, _ = await asyncio.wait({released}, timeout=limit_s)
         if not done:

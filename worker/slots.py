@@ -16,39 +16,22 @@ from worker.memory_plan import ServingLimits
 
 @dataclass(slots=True)
 class SlotRecord:
-    """A slot's tenant: `num_computed` tokens are in the cache, `last_token` was sampled after them.
+    """A slot's tenant: `num_computed` of its prompt's tokens are in the cache or on the way.
 
-    `active` once its prompt is complete, until it stops; from then on its decode rows are skipped.
+    `length`: tokens of the sequence as far as results have been collected.
     """
 
     generation: int = 0
     num_computed: int = 0
-    last_token: int = 0
     prompt_complete: bool = False
-    active: bool = False
-    end_token_ids: frozenset[int] = frozenset()
     max_len: int = 0
+    length: int = 0
 
-    def take(self, generation: int, setup: SlotSetup) -> None:
-        """A new tenant; nothing of the old one stays."""
-        self.generation = generation
-        self.num_computed = 0
-        self.last_token = 0
-        self.prompt_complete = False
-        self.active = False
-        self.end_token_ids = frozenset(setup.end_token_ids)
-        self.max_len = setup.max_len
-
-    def accept(self, token_id: int) -> None:
-        """The next token was sampled; the slot stops at an end id and at its length."""
-        self.last_token = token_id
-        self.prompt_complete = True
-        self.active = token_id not in self.end_token_ids and self.num_computed + 1 < self.max_len
-
-    def stop(self) -> None:
-        """Nothing could be sampled; the slot waits for its next tenant."""
-        self.prompt_complete = True
-        self.active = False
+    def begin_chunk(self, chunk: PrefillChunk) -> None:
+        """The chunk will be computed."""
+        self.num_computed += len(chunk.token_ids)
+        self.prompt_complete = chunk.sample
+        self.length = self.num_computed
 
 
 def check_command(

@@ -10,8 +10,9 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ _RETRY_S = 0.02
 
 
 class TensorParallelGroup:
-    """The collectives of a rank; `reserve` allocates their memory once."""
+    """The collectives of a rank on the CPU, or of a lone one; CudaGroup in peers.py is its twin.
+
+    `reserve` allocates their memory once.
+    """
 
     def __init__(self, rank: int, world_size: int, backend: Any, same_machine: bool) -> None:
         self.rank = rank
@@ -38,13 +42,16 @@ class TensorParallelGroup:
         self._parts: list[Part] = []
         self._widest = 0
 
-    def reserve(self, max_elements: int, max_rows: int, parts: list[Part]) -> None:
-        """Allocates for sums of up to `max_elements` floats and gathers of `parts` columns."""
+    def reserve(self, max_tokens: int, hidden_size: int, max_rows: int, parts: list[Part]) -> None:
+        """Allocates for sums of up to `max_tokens` rows of `hidden_size` floats.
+
+        A gather has up to `max_rows` rows of `parts` columns.
+        """
         if self.world_size == 1:
             return
         self._parts = parts
         self._widest = max(part.size for part in parts)
-        self._sums = torch.zeros(self.world_size * max_elements)
+        self._sums = torch.zeros(self.world_size * max_tokens * hidden_size)
         self._gathered = torch.zeros(self.world_size * max_rows * self._widest)
         self._own = torch.zeros(max_rows * self._widest)
 
@@ -54,6 +61,24 @@ class TensorParallelGroup:
         if self.world_size > 1:
             self._gather(parts, torch.tensor([value]))
         return float(parts.sum())
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the calls may be captured in a CUDA graph."""
+        return True
+
+    def check(self) -> None:
+        """Raises StepError if a peer was lost; here every collective has raised it already."""
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether all_reduce_add_rms_norm takes x."""
+        return False
+
+    def all_reduce_add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """A group that fuses: residual += the ranks' deltas; out = rms_norm(residual)."""
+        raise NotImplementedError
 
     def all_reduce(self, x: Tensor) -> None:
         """x (float32, contiguous) becomes the sum of all ranks' x, added in rank order."""
@@ -101,28 +126,83 @@ class TensorParallelGroup:
             raise StepError(f"rank {self.rank} lost its group: {error}") from error
 
 
-def join_group(
-    rank: int,
-    world_size: int,
-    rendezvous_address: str,
-    timeout_s: float,
-    cancelled: Callable[[], bool],
-) -> TensorParallelGroup:
-    """Meets the other ranks at `rendezvous_address` ("host:port", opened by rank 0).
+class Group(Protocol):
+    """The collectives of a rank: TensorParallelGroup, or CudaGroup in peers.py."""
 
-    Waits up to `timeout_s` for them; a collective waits as long. Raises SetupError naming the ranks
-    that did not come, SetupCancelledError once `cancelled()`.
+    rank: int
+    world_size: int
+    same_machine: bool
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the calls may be captured in a CUDA graph."""
+
+    def reserve(self, max_tokens: int, hidden_size: int, max_rows: int, parts: list[Part]) -> None:
+        """Allocates for sums of rows of `hidden_size` and gathers of `parts` columns."""
+
+    def total(self, value: float) -> float:
+        """The sum of every rank's `value`, in float32."""
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x becomes the sum of all ranks' x, added in rank order."""
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether all_reduce_add_rms_norm takes x."""
+
+    def all_reduce_add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """residual += the sum of the ranks' deltas; out = rms_norm(residual)."""
+
+    def gather_columns(self, local: Tensor, out: Tensor) -> None:
+        """out [B, V] = the ranks' columns side by side."""
+
+    def check(self) -> None:
+        """Raises StepError if a peer was lost."""
+
+    def close(self) -> None:
+        """Leaves the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where a rank meets the others: `address` ("host:port") is opened by rank 0.
+
+    A rank waits up to `timeout_s` for them, or until `cancelled()`.
     """
+
+    rank: int
+    world_size: int
+    address: str
+    timeout_s: float
+    cancelled: Callable[[], bool]
+
+
+def meet(rendezvous: Rendezvous) -> tuple[TCPStore, ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The group's store once all ranks are there, and this machine's address on the way to it.
+
+    Raises SetupError naming the ranks that did not come, SetupCancelledError once cancelled.
+    """
+    host, port = _split_address(rendezvous.address)
+    rank, cancelled = rendezvous.rank, rendezvous.cancelled
+    deadline = time.monotonic() + rendezvous.timeout_s
+    store = _open_store(host, port, rank, deadline, cancelled)
+    _meet(store, rank, rendezvous.world_size, deadline, cancelled)
+    return store, _local_address(host, port)
+
+
+def join_gloo(rendezvous: Rendezvous) -> TensorParallelGroup:
+    """Meets the other ranks; a collective waits as long for them as the rendezvous does.
+
+    Raises SetupError naming the ranks that did not come, SetupCancelledError once cancelled.
+    """
+    rank, world_size = rendezvous.rank, rendezvous.world_size
     if world_size == 1:
         return TensorParallelGroup(rank, world_size, None, same_machine=True)
-    host, port = _split_address(rendezvous_address)
-    deadline = time.monotonic() + timeout_s
-    store = _open_store(host, port, rank, deadline, cancelled)
-    _meet(store, rank, world_size, deadline, cancelled)
+    store, own_address = meet(rendezvous)
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    own_address = _local_address(host, port)
     options._devices = [ProcessGroupGloo.create_device(hostname=str(own_address))]
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=rendezvous.timeout_s)
     try:
         backend: Any = ProcessGroupGloo(store, rank, world_size, options)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A rank's parameters, read from the checkpoint slice by slice, packed for the native library."""
+"""A rank's parameters, read from the checkpoint slice by slice, packed for the device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from worker._native import CpuOps, PackedWeight
+from worker.backend import Backend, Weight
 from worker.checkpoint import HEAD_NAME, Checkpoint
 from worker.errors import CheckpointError
 from worker.memory_plan import weight_bytes
 from worker.sharding import Part, Shard
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 # Called with (bytes loaded so far, bytes in all).
 Progress = Callable[[int, int], None]
@@ -29,27 +33,27 @@ class LayerWeights:
     """One layer's share. Matrices [N, K] with their bias; norms float32 [H] or [D]."""
 
     input_norm: Tensor
-    qkv: PackedWeight
+    qkv: Weight
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: PackedWeight
+    o: Weight
     post_norm: Tensor
-    gate_up: PackedWeight
-    down: PackedWeight
+    gate_up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """A rank's share of the model. `head` is `embed` itself when the checkpoint ties them."""
 
-    embed: PackedWeight
+    embed: Weight
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: PackedWeight
+    head: Weight
 
 
 def load_weights(
-    checkpoint: Checkpoint, shard: Shard, dtype: str, ops: CpuOps, progress: Progress
+    checkpoint: Checkpoint, shard: Shard, dtype: str, ops: Backend[Weight], progress: Progress
 ) -> ModelWeights:
     """Loads the share of `shard` in `dtype` ("float32", "bfloat16"); one matrix at a time."""
     with ExitStack() as stack:
@@ -62,7 +66,7 @@ class _Loader:
         checkpoint: Checkpoint,
         shard: Shard,
         dtype: str,
-        ops: CpuOps,
+        ops: Backend[Weight],
         progress: Progress,
         stack: ExitStack,
     ) -> None:
@@ -102,38 +106,43 @@ class _Loader:
             k_norm=self._vector(f"{attn}k_norm.weight") if config.qk_norm else None,
             o=self._pack_columns(f"{attn}o_proj", q_rows, config.o_bias),
             post_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._pack(
-                [(f"{mlp}gate_proj", shard.intermediate), (f"{mlp}up_proj", shard.intermediate)],
-                config.mlp_bias,
-            ),
+            gate_up=self._pack_gate_up(f"{mlp}gate_proj", f"{mlp}up_proj"),
             down=self._pack_columns(f"{mlp}down_proj", shard.intermediate, config.mlp_bias),
         )
 
-    def _pack(self, pieces: Sequence[tuple[str, Part]], bias: bool = False) -> PackedWeight:
+    def _pack(self, pieces: Sequence[tuple[str, Part]], bias: bool = False) -> Weight:
         """Rows of several matrices one below the other, as one product."""
-        rows = [self._slice(f"{name}.weight")[part.begin : part.end] for name, part in pieces]
-        weight = torch.cat([piece.to(self._dtype) for piece in rows])
-        biases = [self._vector(f"{name}.bias", part) for name, part in pieces] if bias else None
-        return self._packed(weight, None if biases is None else torch.cat(biases))
+        weight = torch.cat([self._rows(name, part) for name, part in pieces])
+        return self._ops.pack(weight, self._biases(pieces) if bias else None)
 
-    def _pack_columns(self, name: str, columns: Part, bias: bool) -> PackedWeight:
+    def _pack_gate_up(self, gate: str, up: str) -> Weight:
+        part = self._shard.intermediate
+        bias = self._biases([(gate, part), (up, part)]) if self._config.mlp_bias else None
+        return self._ops.pack_gate_up(self._rows(gate, part), self._rows(up, part), bias)
+
+    def _pack_columns(self, name: str, columns: Part, bias: bool) -> Weight:
         """Columns of a matrix: the ranks' products are summed, so one rank alone adds the bias."""
-        weight = self._slice(f"{name}.weight")[:, columns.begin : columns.end]
+        weight = self._slice(f"{name}.weight")[:, columns.begin : columns.end].to(self._dtype)
+        self._count(weight)
         own_bias = bias and self._shard.adds_bias
-        return self._packed(
-            weight.to(self._dtype).contiguous(), self._vector(f"{name}.bias") if own_bias else None
+        return self._ops.pack(
+            weight.contiguous(), self._vector(f"{name}.bias") if own_bias else None
         )
 
-    def _packed(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-        packed = self._ops.pack(weight, bias)
-        self._count(weight)
-        return packed
+    def _rows(self, name: str, part: Part) -> Tensor:
+        rows: Tensor = self._slice(f"{name}.weight")[part.begin : part.end]
+        rows = rows.to(self._ops.device, self._dtype)
+        self._count(rows)
+        return rows
+
+    def _biases(self, pieces: Sequence[tuple[str, Part]]) -> Tensor:
+        return torch.cat([self._vector(f"{name}.bias", part) for name, part in pieces])
 
     def _vector(self, name: str, part: Part | None = None) -> Tensor:
         whole = self._slice(name)
         vector: Tensor = whole[:] if part is None else whole[part.begin : part.end]
         # A copy, so that no vector keeps a whole file mapped.
-        vector = vector.to(torch.float32, copy=True)
+        vector = vector.to(self._ops.device, torch.float32, copy=True)
         self._count(vector)
         return vector
 

@@ -9,7 +9,7 @@ from worker_driver import Driver, sampling
 
 from checkpoints import make_checkpoint
 from worker.batch import SlotSetup
-from worker.device import native_ops
+from worker.cpu_backend import CpuBackend
 from worker.sampler import Sampler
 
 VOCAB = 50
@@ -19,7 +19,7 @@ def draw(logits: torch.Tensor, setup: SlotSetup, position: int) -> int:
     """One row, straight from the native operator."""
     out = torch.zeros(1, dtype=torch.int32)
     seed = setup.seed - (1 << 64) if setup.seed >= 1 << 63 else setup.seed
-    native_ops(1).sample(
+    CpuBackend(1).sample(
         logits.view(1, -1),
         torch.tensor([setup.temperature]),
         torch.tensor([setup.top_k], dtype=torch.int32),
@@ -40,7 +40,7 @@ def test_every_row_is_drawn_with_its_own_slots_parameters() -> None:
         1: SlotSetup(1.5, 1.0, 3, 0.0, 4, (), 9),
         2: SlotSetup(1.5, 1.0, 0, 0.4, 5, (), 9),
     }
-    sampler = Sampler(native_ops(1), 6, VOCAB)
+    sampler = Sampler(CpuBackend(1), 6, VOCAB)
     for slot, setup in setups.items():
         sampler.set_slot(slot, setup)
     for trial in range(40):
@@ -54,7 +54,7 @@ def test_every_row_is_drawn_with_its_own_slots_parameters() -> None:
 
 
 def test_a_new_tenant_brings_its_parameters() -> None:
-    sampler = Sampler(native_ops(1), 1, VOCAB)
+    sampler = Sampler(CpuBackend(1), 1, VOCAB)
     logits = torch.zeros(1, VOCAB)
     sampler.set_slot(0, SlotSetup(2.0, 1.0, 0, 0.0, 3, (), 9))
     assert len({sampler.sample(logits, [0], [p])[0] for p in range(30)}) > 10

@@ -10,6 +10,7 @@ import torch
 from worker_driver import Driver
 
 from checkpoints import make_checkpoint
+from worker.batch import BatchBuffers
 from worker.decoder import Decoder
 from worker.self_test import run_self_tests
 
@@ -32,7 +33,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
 
 
 def outcome(decoder: Decoder) -> dict[str, bool]:
-    return {result.name: result.passed for result in run_self_tests(decoder)}
+    return {result.name: result.passed for result in run_self_tests(decoder, BatchBuffers(32))}
 
 
 def test_passes_and_leaves_the_slots_zeroed(decoder: Decoder) -> None:
@@ -59,7 +60,7 @@ def test_sees_a_product_that_depends_on_the_rows(decoder: Decoder) -> None:
             out.copy_(torch.nextafter(out, torch.full_like(out, 9e9)))
 
     decoder.ops = Sabotaged(ops, "linear", linear)  # type: ignore[assignment]
-    result = run_self_tests(decoder)[0]
+    result = run_self_tests(decoder, BatchBuffers(32))[0]
     assert not result.passed
     assert "at 2 rows" in result.detail
     assert "qkv" in result.detail

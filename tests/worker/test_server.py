@@ -21,6 +21,7 @@ from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker.batch import StepCommand, StepResult
 from worker.checkpoint import open_checkpoint
 from worker.config import MAX_MESSAGE_BYTES
+from worker.device import CpuDevice
 from worker.errors import ProtocolError, SetupError, StepError
 from worker.rank import Rank, RankSetup, resolve_limits
 from worker.server import start_server
@@ -170,14 +171,14 @@ async def test_health_answers_during_a_long_step(served: Served) -> None:
     """B35: a step that takes long (here: until it is let go) does not hold up the event loop."""
     stream, _ = await served.configured()
     running, let_go = threading.Event(), threading.Event()
-    run = served.rank.run
+    run = served.rank.executor.submit
 
     def slow(command: StepCommand) -> StepResult:
         running.set()
         let_go.wait(TIMEOUT_S)
         return run(command)
 
-    served.rank.run = slow  # type: ignore[method-assign]
+    served.rank.executor.submit = slow  # type: ignore[method-assign]
     await stream.write(prefill())
     await asyncio.to_thread(running.wait, TIMEOUT_S)
     for _ in range(20):
@@ -258,9 +259,10 @@ async def test_the_rows_of_a_step_are_as_asked_or_what_suits_the_device(
 
 def test_many_slots_widen_the_step_unless_it_is_given(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_checkpoint(tmp_path / "model", "qwen3"))
-    assert resolve_limits(checkpoint, RankSetup(1, num_slots=300)).max_step_tokens == 300
+    limits = resolve_limits(checkpoint, RankSetup(1, num_slots=300), CpuDevice.pace)
+    assert limits.max_step_tokens == 300
     with pytest.raises(SetupError, match="max_step_tokens 299 is less than num_slots 300"):
-        resolve_limits(checkpoint, RankSetup(1, num_slots=300, max_step_tokens=299))
+        resolve_limits(checkpoint, RankSetup(1, num_slots=300, max_step_tokens=299), CpuDevice.pace)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +340,7 @@ async def test_failed_step_is_aborted(served: Served) -> None:
     def fail(_: StepCommand) -> StepResult:
         raise StepError("step 1 failed: connection closed by peer")
 
-    served.rank.run = fail  # type: ignore[method-assign]
+    served.rank.executor.submit = fail  # type: ignore[method-assign]
     await stream.write(prefill())
     await stream.write(decode(2))
     assert await failure(stream) == (
@@ -364,7 +366,7 @@ async def test_a_step_that_never_ends_is_reported(
             let_go.wait(TIMEOUT_S)
             raise StepError("let go")
 
-        rank.run = hang  # type: ignore[method-assign]
+        rank.executor.submit = hang  # type: ignore[method-assign]
         monkeypatch.setattr(Rank, "waits_for_peers", True)
         await stream.write(prefill())
         await asyncio.to_thread(running.wait, TIMEOUT_S)
@@ -393,7 +395,7 @@ async def test_a_bug_is_internal(served: Served) -> None:
     def fail(_: StepCommand) -> StepResult:
         raise KeyError("slot")
 
-    served.rank.run = fail  # type: ignore[method-assign]
+    served.rank.executor.submit = fail  # type: ignore[method-assign]
     await stream.write(prefill())
     assert await failure(stream) == (grpc.StatusCode.INTERNAL, "KeyError: 'slot'")
 

@@ -22,10 +22,8 @@ def slots() -> list[SlotRecord]:
     """0: decoding, 3 tokens computed; 1: in its prompt, 4 computed; 2: stopped; 3: never taken."""
     records = [SlotRecord() for _ in range(4)]
     for index, (generation, computed) in enumerate([(5, 3), (2, 4), (9, 6)]):
-        records[index].take(generation, SETUP)
-        records[index].num_computed = computed
-    records[0].accept(7)
-    records[2].stop()
+        records[index] = SlotRecord(generation, computed, max_len=SETUP.max_len)
+    records[0].prompt_complete = records[2].prompt_complete = True
     return records
 
 
@@ -101,19 +99,3 @@ def test_refused(wrong: StepCommand, named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
         check_command(wrong, records, LIMITS, VOCAB)
     assert records == before
-
-
-def test_a_slot_stops_at_an_end_id_and_at_its_length() -> None:
-    record = SlotRecord()
-    record.take(1, replace(SETUP, end_token_ids=(9,), max_len=6))
-    record.num_computed = 3
-    record.accept(8)
-    assert record.active
-    record.num_computed = 4
-    record.accept(9)
-    assert not record.active
-    record.accept(8)
-    assert record.active
-    record.num_computed = 5
-    record.accept(8)
-    assert not record.active

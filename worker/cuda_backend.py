@@ -1,0 +1,229 @@
+"""An NVIDIA GPU as the decoder sees it; the twin of cpu_backend.py.
+
+Products of up to 16 rows go to a kernel that streams the weights at the speed of the memory; more
+rows go to cuBLASLt with split-K off. Both add up along K in order, so a row has the same bits from
+either (docs/adr/0010). float32 exists to be compared with: its products run in blocks of a fixed
+number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker import _native
+from worker.attention import CacheShape, SlotCache
+from worker.batch import ForwardBatch
+from worker.weights import TORCH_DTYPES, LayerWeights
+
+# Rows that the weight-streaming kernel takes at once.
+STREAM_ROWS = 16
+# The library is asked for multiples of this many rows: fewer cost as much.
+BLOCK_ROWS = 128
+_BF16_MATMUL = torch.backends.cuda.matmul
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeight:
+    """A matrix [N, K] on the GPU, and a float32 bias [N] or None.
+
+    `streams`: products of few rows go to the kernel that streams the weights.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None
+    streams: bool
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.matrix.shape[0]
+
+    @property
+    def num_cols(self) -> int:
+        """K."""
+        return self.matrix.shape[1]
+
+
+class CudaBackend(_native.CudaOps):
+    """The operators of CudaOps; activations are of the weights' type.
+
+    torch's operators run on the same stream when it is the calling thread's.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, weight_dtype: str) -> None:
+        super().__init__(device.index, stream.cuda_stream)
+        self.stream = stream
+        self.device = device
+        self.dtype = TORCH_DTYPES[weight_dtype]
+        self._all_stream = self.dtype != torch.float32
+        fix_arithmetic()
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        """Space for [rows, columns] activations of the device's type, zero at first."""
+        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
+
+    def floats(self, rows: int, columns: int) -> Tensor:
+        """The same in float32."""
+        return torch.zeros(rows, columns, device=self.device)
+
+    def num_rows(self, count: int) -> int:
+        """Rows to run for `count` rows of work."""
+        if self._all_stream and count <= STREAM_ROWS:
+            return count
+        return -(-count // BLOCK_ROWS) * BLOCK_ROWS
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> DeviceWeight:
+        """Weight [N, K] and bias [N] on the device."""
+        matrix = weight.to(self.device, self.dtype).contiguous()
+        streams = self.linear_supported(STREAM_ROWS, matrix)
+        # One matrix that cannot, and whole forwards run at the library's number of rows.
+        self._all_stream = self._all_stream and streams
+        return DeviceWeight(matrix, None if bias is None else bias.to(self.device), streams)
+
+    def pack_gate_up(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> DeviceWeight:
+        """The two matrices [I, H] of a gated feed-forward as one weight, their rows alternating."""
+        weight = torch.stack([gate.to(self.device), up.to(self.device)], dim=1)
+        if bias is not None:
+            bias = bias.view(2, -1).t().reshape(-1)
+        return self.pack(weight.view(-1, gate.shape[1]), bias)
+
+    def embed_batch(
+        self, batch: ForwardBatch, weight: DeviceWeight, first_id: int, out: Tensor
+    ) -> None:
+        """The embeddings of the batch's tokens, or of the slot table's rows."""
+        if not isinstance(batch.table, _native.SlotTable):
+            self.embed(batch.token_ids, weight.matrix, first_id, out)
+        else:
+            slots = batch.num_decode_rows
+            self.embed_slots(batch.table, weight.matrix, first_id, out[:slots])
+            out[slots:].zero_()
+
+    def linear(  # type: ignore[override]
+        self, x: Tensor, weight: DeviceWeight, out: Tensor
+    ) -> None:
+        """out [T, N] = x [T, K] @ weight.T + bias; T as num_rows gives it. out may be float32."""
+        rows = x.shape[0]
+        if weight.streams and rows <= STREAM_ROWS:
+            super().linear(x, weight.matrix, out)
+        elif self.dtype == torch.float32:
+            for begin in range(0, rows, BLOCK_ROWS):
+                block = slice(begin, begin + BLOCK_ROWS)
+                torch.mm(x[block], weight.matrix.t(), out=out[block])
+        elif out.dtype == torch.float32:
+            torch.mm(x, weight.matrix.t(), torch.float32, out=out)
+        else:
+            torch.mm(x, weight.matrix.t(), out=out)
+        if weight.bias is not None:
+            self.add_bias(out, weight.bias)
+
+    def gated_linear(self, x: Tensor, weight: DeviceWeight, gate_up: Tensor, out: Tensor) -> None:
+        """out [T, I] = silu(gate) * up of the product with a weight of pack_gate_up."""
+        if weight.streams and weight.bias is None and x.shape[0] <= STREAM_ROWS:
+            super().linear(x, weight.matrix, out, gated=True)
+        else:
+            self.linear(x, weight, gate_up)
+            self.silu_mul(gate_up, out)
+
+    def attention(
+        self, cache: SlotCache, cos: Tensor, sin: Tensor, eps: float, scale: float
+    ) -> CudaAttention:
+        """Attention over `cache`."""
+        return CudaAttention(self, cache, cos.to(self.device), sin.to(self.device), eps, scale)
+
+
+class CudaAttention:
+    """The twin of Attention: decode rows are the slots, a chunk at a time for prompts."""
+
+    def __init__(
+        self,
+        ops: CudaBackend,
+        cache: SlotCache,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        scale: float,
+    ) -> None:
+        self.ops = ops
+        self.cache = cache
+        self.scale = scale
+        self._cos = cos
+        self._sin = sin
+        self._eps = eps
+        shape = cache.shape
+        self._states = torch.zeros(state_floats(shape), device=ops.device)
+        self._counters = torch.zeros(
+            shape.num_slots * shape.num_kv_heads, dtype=torch.int32, device=ops.device
+        )
+
+    def run(
+        self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
+    ) -> None:
+        """out [T, H_q D] of qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
+        decode = batch.num_decode_rows
+        if decode:
+            self.decode(index, layer, qkv[:decode], batch.positions, out[:decode])
+        for chunk in batch.chunks:
+            rows = slice(chunk.first_row, chunk.end_row)
+            self.append(index, layer, qkv[rows], chunk.slot, chunk.start)
+            self.attend(index, qkv[rows], chunk.slot, chunk.start, out[rows])
+
+    def decode(
+        self, index: int, layer: LayerWeights, qkv: Tensor, positions: Tensor, out: Tensor
+    ) -> None:
+        """Row t is slot t at positions[t]."""
+        self.ops.decode_attention(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            self._eps,
+            self._cos,
+            self._sin,
+            self.cache.keys[index],
+            self.cache.values[index],
+            positions,
+            self.scale,
+            self._states,
+            self._counters,
+            out,
+        )
+
+    def append(self, index: int, layer: LayerWeights, qkv: Tensor, slot: int, start: int) -> None:
+        """Rows of one slot: q is normed and rotated in place, K and V go to the cache."""
+        self.ops.rope_append(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            self._eps,
+            self._cos,
+            self._sin,
+            self.cache.keys[index],
+            self.cache.values[index],
+            slot,
+            start,
+        )
+
+    def attend(self, index: int, qkv: Tensor, slot: int, start: int, out: Tensor) -> None:
+        """Rows of one slot whose K and V are in the cache."""
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        self.ops.prefill_attention(qkv, keys, values, slot, start, self.scale, out)
+
+
+def state_floats(shape: CacheShape) -> int:
+    """Floats of decode attention's partial results."""
+    return (
+        _native.CudaOps.decode_attention_workspace(
+            shape.num_slots, shape.max_seq_len, shape.num_q_heads, shape.head_dim
+        )
+        // 4
+    )
+
+
+def fix_arithmetic() -> None:
+    """Torch's products add up along K in order: no split-K, no reduced precision, no TF32."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    _BF16_MATMUL.allow_bf16_reduced_precision_reduction = (False, False)
+    _BF16_MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
+    _BF16_MATMUL.allow_tf32 = False

@@ -1,0 +1,108 @@
+"""Runs the forwards of commands on a GPU: decode steps as replays of one CUDA graph.
+
+`start` only puts work on the stream, so several commands can be under way and the GPU goes from one
+to the next without the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker._native import CudaOps
+from worker.batch import SlotSetup
+from worker.cuda_backend import CudaBackend
+from worker.cuda_slots import CudaSlots
+from worker.decoder import Decoder
+from worker.runner import Drawn, Outcome, StepWork
+
+_IDLE = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Work on the stream: between two events; the rows of the ring its steps write."""
+
+    work: StepWork
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    decode_rows: list[int]
+    sample_row: int | None
+
+
+class CudaRunner:
+    """The twin of CpuRunner; used from the thread that made its stream current."""
+
+    def __init__(self, decoder: Decoder, backend: CudaBackend, slots: CudaSlots) -> None:
+        limits = decoder.limits
+        self.decoder = decoder
+        self._ops = backend
+        self._slots = slots
+        self._batch = slots.decode_batch()
+        size = CudaOps.sample_workspace(limits.num_slots, decoder.config.vocab_size)
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device)
+        self._step = self._capture() if decoder.group.capturable else self._decode_step
+
+    def take(self, slot: int, setup: SlotSetup) -> None:
+        """A new tenant; nothing of the old one stays."""
+        self._slots.take(slot, setup)
+
+    def start(self, work: StepWork) -> Started:
+        """Puts the work on the stream."""
+        begin, end = _event(), _event()
+        begin.record()
+        decode_rows = []
+        if work.decode_slots:
+            self._slots.schedule(work.decode_slots)
+            for _ in range(work.num_steps):
+                self._step()
+                decode_rows.append(self._slots.next_ring_row())
+        sample_row = self._prefill(work) if work.chunks else None
+        end.record()
+        return Started(work, begin, end, decode_rows, sample_row)
+
+    def finish(self, started: Started) -> Outcome:
+        """Waits for the device and reads the ring."""
+        started.end.synchronize()
+        self.decoder.group.check()
+        work, ring = started.work, self._slots.ring
+        steps = [_drawn(ring[row].tolist(), work.decode_slots) for row in started.decode_rows]
+        if started.sample_row is not None:
+            sampled = tuple(chunk.slot for chunk in work.chunks if chunk.sample)
+            steps.append(_drawn(ring[started.sample_row].tolist(), sampled))
+        return Outcome(steps, int(started.begin.elapsed_time(started.end) * 1e6))
+
+    def _prefill(self, work: StepWork) -> int | None:
+        logits = self.decoder.forward(self._slots.chunk_batch(work.chunks))
+        sampled = [chunk for chunk in work.chunks if chunk.sample]
+        if not sampled:
+            return None
+        slots = self._slots.arrive(sampled)
+        self._ops.sample(self._slots.table, logits[: len(sampled)], slots, self._workspace)
+        return self._slots.next_ring_row()
+
+    def _capture(self) -> Callable[[], None]:
+        """A decode step as one launch."""
+        # Twice before, so that libraries and kernels are loaded and their memory is there.
+        for _ in range(2):
+            self._decode_step()
+            self._slots.next_ring_row()
+        self._ops.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._ops.stream, capture_error_mode="thread_local"):
+            self._decode_step()
+        return graph.replay
+
+    def _decode_step(self) -> None:
+        logits = self.decoder.forward(self._batch)[: self._slots.num_slots]
+        self._ops.sample(self._slots.table, logits, None, self._workspace)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _drawn(tokens: list[int], slots: tuple[int, ...]) -> list[Drawn]:
+    return [(slot, tokens[slot]) for slot in slots if tokens[slot] != _IDLE]

@@ -1,0 +1,150 @@
+"""The slot table in GPU memory: decode steps read and change it without the host.
+
+S slots, V vocabulary. Everything here is put on the device's stream; nothing waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker._native import SlotTable
+from worker.batch import ChunkSpan, ForwardBatch, PrefillChunk, SlotSetup
+from worker.cuda_backend import CudaBackend
+
+RING_ROWS = 1024
+_INTS = ("last_token", "length", "active", "scheduled", "row_token", "row_position", "max_len")
+_FLOATS = ("temperature", "top_p", "min_p")
+
+
+class CudaSlots:
+    """Owns the tensors behind a native SlotTable, and the batches made of it."""
+
+    def __init__(self, backend: CudaBackend, num_slots: int, vocab_size: int) -> None:
+        device = backend.device
+        self._ops = backend
+        self._vocab_size = vocab_size
+        self._ints = {
+            name: torch.zeros(num_slots, dtype=torch.int32, device=device)
+            for name in (*_INTS, "top_k")
+        }
+        self._floats = {name: torch.zeros(num_slots, device=device) for name in _FLOATS}
+        self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        words = -(-vocab_size // 32)
+        self._end_ids = torch.zeros(num_slots, words, dtype=torch.int32, device=device)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ring = torch.zeros(RING_ROWS, num_slots, dtype=torch.int32, pin_memory=True)
+        self._stamps = torch.zeros(RING_ROWS, 2, dtype=torch.int64, pin_memory=True)
+        self.ring = self._ring.numpy()
+        self.stamps = self._stamps.numpy()
+        self._scheduled: frozenset[int] | None = None
+        self._next_row = 0
+        self.num_slots = num_slots
+        self.table = SlotTable(
+            vocab=vocab_size,
+            **self._ints,
+            **self._floats,
+            seed=self._seed,
+            end_ids=self._end_ids,
+            counter=self._counter,
+            ring=self._ring.data_ptr(),
+            stamps=self._stamps.data_ptr(),
+            ring_rows=RING_ROWS,
+        )
+        self.schedule(())
+
+    def take(self, slot: int, setup: SlotSetup) -> None:
+        """A new tenant, not active yet; nothing of the old one stays."""
+        for name in ("last_token", "length", "active"):
+            self._ints[name][slot] = 0
+        self._ints["max_len"][slot] = setup.max_len
+        # More than the vocabulary keeps everything, as 0 does.
+        self._ints["top_k"][slot] = setup.top_k if setup.top_k < self._vocab_size else 0
+        for name in _FLOATS:
+            self._floats[name][slot] = getattr(setup, name)
+        # The native side reads the same 64 bits as unsigned.
+        self._seed[slot] = setup.seed - (1 << 64) if setup.seed >= 1 << 63 else setup.seed
+        self._end_ids[slot].copy_(self._send(_bitmap(setup.end_token_ids, self._vocab_size)))
+        self._scheduled = None
+
+    def schedule(self, slots: tuple[int, ...]) -> None:
+        """These slots decode in the steps to come, as long as they are active."""
+        wanted = frozenset(slots)
+        if wanted == self._scheduled:
+            return
+        mask = np.zeros(self.num_slots, dtype=np.int32)
+        mask[list(slots)] = 1
+        self._ints["scheduled"].copy_(self._send(mask))
+        self._ops.begin_command(self.table)
+        self._scheduled = wanted
+
+    def decode_batch(self) -> ForwardBatch:
+        """All slots as rows; the tensors keep their places, so the batch serves for ever."""
+        rows = self._ops.num_rows(self.num_slots)
+        return ForwardBatch(
+            token_ids=torch.full((rows,), -1, dtype=torch.int32, device=self._ops.device),
+            slots=torch.empty(0, dtype=torch.int32),
+            positions=self._ints["row_position"],
+            num_decode_rows=self.num_slots,
+            chunks=(),
+            sample_rows=None,
+            table=self.table,
+        )
+
+    def row_batch(self, slot: int, position: int, token_id: int) -> tuple[ForwardBatch, int]:
+        """A decode step of one slot, whatever the table says, and the row it has in it."""
+        for name, value in (("row_position", position), ("row_token", token_id)):
+            self._ints[name].fill_(-1)
+            self._ints[name][slot] = value
+        self._scheduled = None
+        return self.decode_batch(), slot
+
+    def chunk_batch(self, chunks: tuple[PrefillChunk, ...]) -> ForwardBatch:
+        """The rows of the chunks, one chunk after another."""
+        spans, sample_rows, first = [], [], 0
+        for chunk in chunks:
+            end = first + len(chunk.token_ids)
+            spans.append(ChunkSpan(first, end, chunk.slot, chunk.start))
+            if chunk.sample:
+                sample_rows.append(end - 1)
+            first = end
+        token_ids = np.full(self._ops.num_rows(first), -1, dtype=np.int32)
+        for chunk, span in zip(chunks, spans, strict=True):
+            token_ids[span.first_row : span.end_row] = chunk.token_ids
+        unused = torch.empty(0, dtype=torch.int32)
+        return ForwardBatch(
+            token_ids=self._send(token_ids),
+            slots=unused,
+            positions=unused,
+            num_decode_rows=0,
+            chunks=tuple(spans),
+            sample_rows=self._send(np.array(sample_rows, dtype=np.int64)),
+        )
+
+    def arrive(self, chunks: list[PrefillChunk]) -> Tensor:
+        """The prompts of these chunks' slots are in the cache; their slots, int32 [B]."""
+        slots = self._send(np.array([chunk.slot for chunk in chunks], dtype=np.int32))
+        ends = np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+        self._ints["length"].index_copy_(0, slots.long(), self._send(ends))
+        return slots
+
+    def next_ring_row(self) -> int:
+        """The row of the ring that the next call of `sample` writes."""
+        row = self._next_row
+        self._next_row = (row + 1) % RING_ROWS
+        return row
+
+    def _send(self, array: np.ndarray[Any, Any]) -> Tensor:
+        """A copy on the device; the pinned one lives until the device has read it."""
+        pinned = torch.from_numpy(array).pin_memory()
+        return pinned.to(self._ops.device, non_blocking=True)
+
+
+def _bitmap(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray[Any, Any]:
+    """int32 [ceil(V / 32)], bit id % 32 of word id / 32. None past the vocabulary is drawn."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[[token_id for token_id in token_ids if token_id < vocab_size]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
