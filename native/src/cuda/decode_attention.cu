@@ -10,6 +10,8 @@
 #include "attention_float32.cuh"
 #include "attention_math.cuh"
 #include "dispatch.cuh"
+#include "float32_row.cuh"
+#include "fold_states.cuh"
 #include "launch.cuh"
 #include "mma.cuh"
 #include "rope.cuh"
@@ -21,7 +23,6 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = kAttentionTile;
 constexpr int kGroup = 16;  // query heads of an item: the rows of a matrix instruction
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int tiles_of(int position) {
   return position < 0 ? 0 : position / kTile + 1;
@@ -83,86 +84,6 @@ struct alignas(16) Shared {
   float sum[kWarps][kGroup][4];
   int is_last;
 };
-
-// The states of one row and head.
-struct States {
-  const float* outs;       // [D] of each tile
-  const float2* max_sums;  // of each tile
-  int64_t heads;           // from a tile's state to the next one's
-  int tiles;
-};
-
-// Of this lane's tile, one of 32, given the maximum of the tiles before these; and that of the next
-// ones. The first tile is taken as it is: -0 * 1 + x * 1 is x; and what is past the last one
-// changes nothing: x * 1 + 0 * -0 is x.
-__device__ __forceinline__ FoldFactors factors_of_tile(float tile_max, int tile, int tiles, float c,
-                                                       int lane, float& max) {
-  float so_far = tile_max;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float before = __shfl_up_sync(kAllLanes, so_far, step);
-    if (lane >= step) so_far = fmaxf(so_far, before);
-  }
-  so_far = fmaxf(so_far, max);
-  const float before = __shfl_up_sync(kAllLanes, so_far, 1);
-  FoldFactors factors = fold_factors(lane == 0 ? max : before, tile_max, c);
-  if (tile == 0) factors.a = factors.b = 1.0f;
-  if (tile >= tiles) factors = {so_far, 1.0f, -0.0f};
-  max = __shfl_sync(kAllLanes, so_far, 31);
-  return factors;
-}
-
-// Folds the states in the order of the tiles, one warp for a head.
-template <int D, typename T>
-__device__ __forceinline__ void fold_states(const States& states, float c, T* out, int lane) {
-  constexpr int kPairs = (D + 63) / 64;  // of columns, of a lane
-  constexpr int kBatch = 32 / kPairs;    // loads under way
-  const auto column = [&](int j) { return 2 * (lane + 32 * j); };
-  float max = -INFINITY, sum = -0.0f;
-  float2 total[kPairs];
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) total[j] = make_float2(-0.0f, -0.0f);
-  float2 max_sum;  // of tile lane of each 32
-  FoldFactors factors;
-  for (int first = 0; first < states.tiles; first += kBatch) {
-    const int tile = first + lane;
-    if (first % 32 == 0) {
-      max_sum = make_float2(-INFINITY, 0.0f);
-      if (tile < states.tiles) max_sum = __ldcg(states.max_sums + tile * states.heads);
-    }
-    float2 parts[kBatch][kPairs];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float* const from = states.outs + (first + i) * states.heads * D;
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        parts[i][j] = make_float2(0.0f, 0.0f);
-        if (first + i < states.tiles && column(j) < D) {
-          parts[i][j] = __ldcg(reinterpret_cast<const float2*>(from + column(j)));
-        }
-      }
-    }
-    if (first % 32 == 0) factors = factors_of_tile(max_sum.x, tile, states.tiles, c, lane, max);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int from = (first + i) % 32;
-      const FoldFactors f = {0.0f, __shfl_sync(kAllLanes, factors.a, from),
-                             __shfl_sync(kAllLanes, factors.b, from)};
-      sum = fold(sum, __shfl_sync(kAllLanes, max_sum.y, from), f);
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        total[j].x = fold(total[j].x, parts[i][j].x, f);
-        total[j].y = fold(total[j].y, parts[i][j].y, f);
-      }
-    }
-  }
-  const float scale = inverse(sum);
-#pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    const float2 pair = make_float2(finish(total[j].x, scale), finish(total[j].y, scale));
-    if (column(j) < D) store_two(out + column(j), pair);
-  }
-}
 
 template <typename T, int D>
 class Decoder {
@@ -617,179 +538,10 @@ void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) 
          c);
 }
 
-// The plain kernel of float32: one block for a row and head walks the tiles.
-template <int D>
-struct Float32Shared {
-  float query[D];
-  float key[D];    // of the row's own position, and used only in decode: the block that writes it
-  float value[D];  // to the cache is another
-  float weights[kTile];
-  float max[kWarps];
-  float sum[kWarps];
-};
-
-template <int D>
-class Float32Row {
- public:
-  __device__ Float32Row(const AttentionInput& in, int64_t slot, int row, int head, float c,
-                        Float32Shared<D>& shared)
-      : in_(in),
-        cache_(in.cache),
-        slot_(slot),
-        row_(row),
-        head_(head),
-        kv_head_(head / static_cast<int>(in.num_q_heads / in.cache.num_kv_heads)),
-        c_(c),
-        shared_(shared),
-        thread_(static_cast<int>(threadIdx.x)),
-        warp_(thread_ / 32),
-        lane_(thread_ % 32) {}
-
-  __device__ void clear() {
-    for (int d = thread_; d < D; d += kThreads) out()[d] = 0.0f;
-  }
-
-  __device__ void load_query() {
-    for (int d = thread_; d < D; d += kThreads) shared_.query[d] = qkv(head_)[d];
-  }
-
-  // Norms, rotates and appends what rope_append would.
-  __device__ void append(int position) {
-    if (warp_ > 2) return;
-    const int q_heads = static_cast<int>(in_.num_q_heads);
-    const int kv_heads = static_cast<int>(cache_.num_kv_heads);
-    const int source = warp_ == 0 ? head_ : q_heads + (warp_ - 1) * kv_heads + kv_head_;
-    Head<D> head = load_head<D>(qkv(source), lane_);
-    if (warp_ < 2) {
-      norm_and_rotate(head, warp_ == 0 ? in_.q_norm : in_.k_norm, in_.eps,
-                      in_.cos + int64_t{position} * (D / 2), in_.sin + int64_t{position} * (D / 2),
-                      lane_);
-    }
-    store_head(head, warp_ == 0 ? shared_.query : warp_ == 1 ? shared_.key : shared_.value, lane_);
-    if (warp_ > 0 && head_ % (q_heads / kv_heads) == 0) {
-      store_head(head, const_cast<float*>(warp_ == 1 ? key(position) : value(position)), lane_);
-    }
-  }
-
-  // `own` says where the row's own key and value are: in shared memory, or in the cache.
-  __device__ void attend(int position, bool own) {
-    float max, sum, total[kColumns];
-    for (int first = 0; first <= position; first += kTile) {
-      float part[kColumns];
-      __syncthreads();
-      const int j = first + thread_;
-      const float s = j > position ? -INFINITY : dot(own && j == position ? shared_.key : key(j));
-      const float part_max = block_max(s);
-      const float p = weight_of(s, c_, __fmul_rn(part_max, c_));
-      shared_.weights[thread_] = p;
-      const float part_sum = block_sum(p);
-      weigh(first, position, own, part);
-      if (first == 0) {
-        max = part_max;
-        sum = part_sum;
-        for (int i = 0; i < kColumns; ++i) total[i] = part[i];
-      } else {
-        const FoldFactors f = fold_factors(max, part_max, c_);
-        max = f.max;
-        sum = fold(sum, part_sum, f);
-        for (int i = 0; i < kColumns; ++i) total[i] = fold(total[i], part[i], f);
-      }
-    }
-    for (int i = 0; i < kColumns; ++i) {
-      const int d = thread_ + i * kThreads;
-      if (d < D) out()[d] = finish(total[i], inverse(sum));
-    }
-  }
-
- private:
-  static constexpr int kColumns = (D + kThreads - 1) / kThreads;
-
-  __device__ const float* qkv(int head) const {
-    const int64_t heads = in_.num_q_heads + 2 * cache_.num_kv_heads;
-    return static_cast<const float*>(in_.qkv) + (row_ * heads + head) * D;
-  }
-  __device__ const float* key(int position) const {
-    return static_cast<const float*>(cache_.k) + slot_ * cache_.k_slot_stride +
-           position * cache_.k_position_stride + kv_head_ * cache_.k_head_stride;
-  }
-  __device__ const float* value(int position) const {
-    return static_cast<const float*>(cache_.v) + slot_ * cache_.v_slot_stride +
-           position * cache_.v_position_stride + kv_head_ * cache_.v_head_stride;
-  }
-  __device__ float* out() const {
-    return static_cast<float*>(in_.out) + (row_ * in_.num_q_heads + head_) * D;
-  }
-
-  __device__ float dot(const float* key) const {
-    float sum = 0.0f;
-    for (int d = 0; d < D; ++d) sum = __fmaf_rn(shared_.query[d], key[d], sum);
-    return sum;
-  }
-
-  __device__ float block_max(float x) {
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-    if (lane_ == 0) shared_.max[warp_] = x;
-    __syncthreads();
-    return fmaxf(fmaxf(shared_.max[0], shared_.max[1]), fmaxf(shared_.max[2], shared_.max[3]));
-  }
-
-  __device__ float block_sum(float x) {
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
-    if (lane_ == 0) shared_.sum[warp_] = x;
-    __syncthreads();
-    return (shared_.sum[0] + shared_.sum[1]) + (shared_.sum[2] + shared_.sum[3]);
-  }
-
-  __device__ void weigh(int first, int position, bool own, float (&part)[kColumns]) const {
-    const int count = min(kTile, position + 1 - first);
-    for (int i = 0; i < kColumns; ++i) {
-      const int d = thread_ + i * kThreads;
-      part[i] = 0.0f;
-      for (int j = 0; j < count && d < D; ++j) {
-        const float* v = own && first + j == position ? shared_.value : value(first + j);
-        part[i] = __fmaf_rn(shared_.weights[j], v[d], part[i]);
-      }
-    }
-  }
-
-  const AttentionInput& in_;
-  const CacheParams& cache_;
-  const int64_t slot_, row_;
-  const int head_, kv_head_;
-  const float c_;
-  Float32Shared<D>& shared_;
-  const int thread_, warp_, lane_;
-};
-
-template <int D>
-__global__ __launch_bounds__(kThreads) void decode_float32_kernel(
-    const __grid_constant__ DecodeAttentionParams params, float c) {
-  __shared__ Float32Shared<D> shared;
-  start_successor();
-  wait_for_predecessor();
-  const int slot = static_cast<int>(blockIdx.x);
-  const int position = params.positions[slot];
-  Float32Row<D> row(params.input, slot, slot, static_cast<int>(blockIdx.y), c, shared);
-  if (position < 0) return row.clear();
-  row.append(position);
-  row.attend(position, true);
-}
-
-template <int D>
-__global__ __launch_bounds__(kThreads) void prefill_float32_kernel(
-    const __grid_constant__ ChunkParams params, float c) {
-  __shared__ Float32Shared<D> shared;
-  start_successor();
-  wait_for_predecessor();
-  const int index = static_cast<int>(blockIdx.x);
-  Float32Row<D> row(params.input, params.slot, index, static_cast<int>(blockIdx.y), c, shared);
-  row.load_query();
-  row.attend(static_cast<int>(params.start) + index, false);
-}
-
 // One block for a row and head.
-dim3 float32_blocks(const AttentionInput& in) {
-  return {static_cast<unsigned>(in.num_rows), static_cast<unsigned>(in.num_q_heads)};
+Grid float32_grid(const AttentionInput& in) {
+  return {dim3(static_cast<unsigned>(in.num_rows), static_cast<unsigned>(in.num_q_heads)),
+          kFloat32Threads};
 }
 
 float exponent_scale(const AttentionInput& in) { return in.scale * 1.4426950408889634f; }
@@ -810,24 +562,23 @@ void decode_attention(const DecodeAttentionParams& params, Stream stream) {
   const float c = exponent_scale(in);
   for_head_dim("decode_attention", cache.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
-    for_dtype(cache.dtype, [&](auto type) {
-      using T = typename decltype(type)::type;
-      if constexpr (std::is_same_v<T, float>) {
-        launch("decode_attention", decode_float32_kernel<kDim>, {float32_blocks(in), kThreads},
-               stream, params, c);
-      } else {
-        launch_decode<T, kDim>(params, c, stream);
-      }
-    });
+    if (cache.dtype == DType::kFloat32) {
+      launch("decode_attention", decode_float32_kernel<kDim>, float32_grid(in), stream, params, c);
+    } else if (cache.dtype == DType::kBFloat16) {
+      launch_decode<__nv_bfloat16, kDim>(params, c, stream);
+    } else {
+      launch_decode<__half, kDim>(params, c, stream);
+    }
   });
 }
 
 void prefill_attention_float32(const ChunkParams& params, Stream stream) {
   const AttentionInput& in = params.input;
   if (in.num_rows == 0) return;
+  check_cache("prefill_attention", in.cache);
   for_head_dim("prefill_attention", in.cache.head_dim, [&](auto dim) {
-    launch("prefill_attention", prefill_float32_kernel<decltype(dim)::value>,
-           {float32_blocks(in), kThreads}, stream, params, exponent_scale(in));
+    launch("prefill_attention", prefill_float32_kernel<decltype(dim)::value>, float32_grid(in),
+           stream, params, exponent_scale(in));
   });
 }
 
