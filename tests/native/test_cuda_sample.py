@@ -144,6 +144,24 @@ def test_ids_equal_those_of_the_cpu_with_a_real_vocabulary(
     assert_twins(logits, rows, rows.decode(cuda_ops, logits))
 
 
+def test_ids_equal_those_of_the_cpu_about_the_longest_list(
+    cuda_ops: Any, generator: torch.Generator
+) -> None:
+    """Up to 512 candidates are sorted; more, or ties that do not fit, are counted."""
+    count, vocab = 300, 20000
+    index = torch.arange(count)
+    logits = random_logits(count, vocab, generator)
+    logits[index % 10 == 0, 100:1200] = 20.0
+    rows = make_rows(
+        count,
+        top_k=torch.tensor([1, 2, 500, 511, 512, 513, 514, 600, 1100, 8192])[index // 30],
+        top_p=torch.where(index % 3 == 0, 1, torch.rand(count, generator=generator)),
+        min_p=torch.where(index % 4 == 0, 0.01, 0),
+        seed=index,
+    )
+    assert_twins(logits, rows, rows.decode(cuda_ops, logits))
+
+
 def test_prompts_draw_at_their_length(cuda_ops: Any, generator: torch.Generator) -> None:
     rows, logits = random_rows(60, 3000, generator), random_logits(60, 3000, generator)
     wanted = rows.on_cpu(logits)

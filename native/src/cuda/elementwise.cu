@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kMaxThreads) embed_kernel(EmbedParams p, SlotT
   start_successor();
   wait_for_predecessor();
   const int64_t row = blockIdx.x;
-  if (table.stamps != nullptr && row == 0 && threadIdx.x == 0) stamp(table, Stamp::kStart);
+  if (table.stamps != nullptr && row == 0 && threadIdx.x == 0)
+    stamp(table, *table.counter, Stamp::kStart);
   const int64_t id = p.token_ids[row] - p.first_id;
   const bool known = id >= 0 && id < p.n;
   const T* weight = static_cast<const T*>(p.weight) + (known ? id : 0) * p.hidden;

@@ -1,5 +1,5 @@
-// A team of blocks draws each row's token; the last to finish moves the slot table on.
-#include <algorithm>
+// A team of blocks draws each row's token and moves its slot on.
+#include <cuda_pipeline.h>
 
 #include "launch.cuh"
 #include "sample_row.cuh"
@@ -11,51 +11,50 @@ namespace {
 constexpr int32_t kCorrupted = -1;
 constexpr int32_t kNoPart = -2;
 constexpr int kTeamBlocks = kMaxTeam;
-constexpr size_t kFixedShared = 20 * 1024;  // more than the kernel's own
 
-// The workspace: how many rows are done, then each row's token.
-struct Workspace {
-  uint32_t* rows_done;
-  int32_t* tokens;  // [B]
-
-  __device__ explicit Workspace(void* start)
-      : rows_done(static_cast<uint32_t*>(start)), tokens(static_cast<int32_t*>(start) + 1) {}
+// What a row needs of the table, on its way into shared memory while the logits are read.
+struct RowState {
+  Draw draw;
+  uint32_t step;
+  int32_t max_len;
+  int32_t scheduled;
 };
 
-struct Shared {
-  RowShared row;
-  int32_t by_slot[kSampleThreads];
-  bool last;
-};
+template <typename T>
+__device__ void fetch(T& to, const T* from) {
+  __pipeline_memcpy_async(&to, from, sizeof(T));
+}
 
-// kNoPart for a row that takes no part.
+__device__ void fetch_state(const SlotTable& table, int slot, RowState& state) {
+  fetch(state.step, table.counter);
+  fetch(state.max_len, table.max_len + slot);
+  fetch(state.scheduled, table.scheduled + slot);
+  fetch(state.draw.temperature, table.temperature + slot);
+  fetch(state.draw.top_k, table.top_k + slot);
+  fetch(state.draw.top_p, table.top_p + slot);
+  fetch(state.draw.min_p, table.min_p + slot);
+  fetch(state.draw.seed, reinterpret_cast<uint64_t*>(table.seed) + slot);
+  __pipeline_commit();
+}
+
+// In the first thread of the team. `length`: of the slot with the tokens before this one.
 template <int kBlocks>
-__device__ int32_t sample_row(const SlotTable& table, const SampleParams& params, int num_staged,
-                              int64_t row, Shared& shared, float* staged) {
-  const bool decodes = params.slots == nullptr;
-  const int64_t slot = decodes ? row : params.slots[row];
-  const int position = decodes ? table.row_position[slot] : table.length[slot];
-  if (position < 0) return kNoPart;
-  if (threadIdx.x == 0) {
-    shared.row.draw = {
-        table.temperature[slot],
-        table.top_k[slot],
-        table.top_p[slot],
-        table.min_p[slot],
-        static_cast<uint64_t>(table.seed[slot]),
-        static_cast<uint32_t>(decodes ? position + 1 : position),
-    };
-  }
+__device__ int32_t sample_row(const float* logits, int vocab, uint32_t length,
+                              const RowState& state, RowShared& shared) {
   Team<kBlocks>::arrive();
-  const RowLogits logits{params.logits + row * params.logits_stride, table.vocab, num_staged};
-  RowSampler<kBlocks> sampler(logits, shared.row, staged);
+  RowSampler<kBlocks> sampler(logits, vocab, shared);
   const uint64_t best = sampler.find_best();
   const uint32_t order = static_cast<uint32_t>(best >> 32);
   const uint32_t infinity = ordered(__int_as_float(kInfinityBits));
   const bool finite = order < infinity && order > ~infinity;
   if (!finite) return kCorrupted;
-  const Draw draw = shared.row.draw;
-  return draw.temperature == 0.0f ? id_of(best) : sampler.draw(draw);
+  const Draw draw = state.draw;
+  return draw.temperature == 0.0f ? id_of(best) : sampler.draw(draw, length);
+}
+
+__device__ int32_t* ring_row(const SlotTable& table, uint32_t step) {
+  return table.ring +
+         static_cast<int64_t>(step % static_cast<uint32_t>(table.ring_rows)) * table.num_slots;
 }
 
 __device__ bool is_end(const SlotTable& table, int slot, int32_t token) {
@@ -63,43 +62,37 @@ __device__ bool is_end(const SlotTable& table, int slot, int32_t token) {
   return table.end_ids[slot * words + token / 32] >> (token % 32) & 1;
 }
 
-__device__ void accept(const SlotTable& table, int slot, int32_t token, bool decodes) {
-  if (token == kNoPart) return;
-  const int32_t length = table.length[slot] + (decodes ? 1 : 0);
+// The slot's token is drawn, and `length` tokens lie before it.
+__device__ void accept(const SlotTable& table, int slot, int32_t token, int length,
+                       const RowState& state) {
+  const bool active =
+      token != kCorrupted && !is_end(table, slot, token) && length + 1 < state.max_len;
+  const bool decodes = active && state.scheduled != 0;
+  ring_row(table, state.step)[slot] = token;
   table.length[slot] = length;
   if (token != kCorrupted) table.last_token[slot] = token;
-  table.active[slot] =
-      token != kCorrupted && !is_end(table, slot, token) && length + 1 < table.max_len[slot];
+  table.active[slot] = active;
+  table.row_token[slot] = decodes ? token : -1;
+  table.row_position[slot] = decodes ? length : -1;
 }
 
-// Every slot, whether it has a row or not.
-__device__ void finish_step(const SlotTable& table, const SampleParams& params,
-                            const Workspace& workspace, int32_t* by_slot) {
-  const bool decodes = params.slots == nullptr;
-  const uint32_t step = *table.counter;
-  int32_t* ring = table.ring + static_cast<int64_t>(step % static_cast<uint32_t>(table.ring_rows)) *
-                                   table.num_slots;
-  for (int first = 0; first < table.num_slots; first += kSampleThreads) {
-    by_slot[threadIdx.x] = kNoPart;
-    __syncthreads();
-    for (int row = threadIdx.x; row < params.num_rows; row += kSampleThreads) {
-      const int place = (decodes ? row : params.slots[row]) - first;
-      // Past the first level's cache: other blocks wrote it during this kernel.
-      if (place >= 0 && place < kSampleThreads) by_slot[place] = __ldcg(workspace.tokens + row);
-    }
-    __syncthreads();
-    const int slot = first + threadIdx.x;
-    if (slot < table.num_slots) {
-      const int32_t token = by_slot[threadIdx.x];
-      accept(table, slot, token, decodes);
-      set_row(table, slot);
-      ring[slot] = token;
-    }
-  }
-  if (threadIdx.x == 0) {
-    stamp(table, Stamp::kEnd);
-    *table.counter = step + 1;
-    *workspace.rows_done = 0;
+// One row is done. The last one ends the step; by then every row has read the counter.
+__device__ void count_row(const SlotTable& table, const SampleParams& params, uint32_t step) {
+  uint32_t* rows_done = static_cast<uint32_t*>(params.workspace);
+  if (atomicAdd(rows_done, 1u) != params.num_rows - 1) return;
+  *rows_done = 0;
+  stamp(table, step, Stamp::kEnd);
+  *table.counter = step + 1;
+}
+
+// Slots without a row, where rows are prompts.
+__device__ void skip_others(const SlotTable& table, const SampleParams& params, uint32_t step) {
+  for (int slot = threadIdx.x; slot < table.num_slots; slot += kSampleThreads) {
+    bool has_row = false;
+    for (int row = 0; row < params.num_rows; ++row) has_row |= params.slots[row] == slot;
+    if (has_row) continue;
+    ring_row(table, step)[slot] = kNoPart;
+    set_row(table, slot);
   }
 }
 
@@ -108,53 +101,44 @@ __global__ void
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __cluster_dims__(kBlocks, 1, 1)
 #endif
-    __launch_bounds__(kSampleThreads, 1)
-        sample_kernel(SlotTable table, SampleParams params, int num_staged) {
-  extern __shared__ float staged[];
-  __shared__ Shared shared;
+    __launch_bounds__(kSampleThreads, 1) sample_kernel(SlotTable table, SampleParams params) {
+  __shared__ RowShared shared;
+  __shared__ RowState state;
   start_successor();
   wait_for_predecessor();
-  const int64_t row = blockIdx.x / kBlocks;
-  const int32_t token = sample_row<kBlocks>(table, params, num_staged, row, shared, staged);
-  if (Team<kBlocks>::rank() != 0) return;
-  const Workspace workspace(params.workspace);
-  if (threadIdx.x == 0) {
-    workspace.tokens[row] = token;
-    __threadfence();
-    shared.last = atomicAdd(workspace.rows_done, 1u) == params.num_rows - 1;
-    __threadfence();
+  const int row = blockIdx.x / kBlocks;
+  const uint32_t rank = Team<kBlocks>::rank();
+  const bool decodes = params.slots == nullptr, first = rank == 0 && threadIdx.x == 0;
+  const int slot = decodes ? row : params.slots[row];
+  if (threadIdx.x == 0) fetch_state(table, slot, state);
+  const int position = decodes ? table.row_position[slot] : table.length[slot];
+  __pipeline_wait_prior(0);
+  if (position < 0) {
+    if (first) {
+      count_row(table, params, state.step);
+      ring_row(table, state.step)[slot] = kNoPart;
+    }
+    return;
   }
-  __syncthreads();
-  if (shared.last) finish_step(table, params, workspace, shared.by_slot);
-}
-
-// Values of a thread that are kept in shared memory, of those it has.
-int staged_values(int64_t vocab, int blocks) {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "sample");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "sample");
-  const int64_t quads = (vocab + 63) / 64 * 16, threads = blocks * kSampleThreads;
-  const int64_t values = 4 * ((quads + threads - 1) / threads);
-  const int64_t room = (static_cast<int64_t>(bytes) - static_cast<int64_t>(kFixedShared)) /
-                       static_cast<int64_t>(kSampleThreads * sizeof(float));
-  return static_cast<int>(std::min(values, room));
+  const int length = decodes ? position + 1 : position;
+  const int32_t token = sample_row<kBlocks>(params.logits + row * params.logits_stride, table.vocab,
+                                            length, state, shared);
+  if (first) {
+    count_row(table, params, state.step);
+    accept(table, slot, token, length, state);
+  }
+  if (!decodes && row == 0 && rank == kBlocks - 1) skip_others(table, params, state.step);
 }
 
 template <int kBlocks>
 void launch_sample(const SlotTable& table, const SampleParams& params, Stream stream) {
-  const int num_staged = staged_values(table.vocab, kBlocks);
-  const size_t bytes = static_cast<size_t>(num_staged) * kSampleThreads * sizeof(float);
-  allow_shared("sample", sample_kernel<kBlocks>, bytes);
   const dim3 blocks(static_cast<unsigned>(params.num_rows * kBlocks));
-  launch("sample", sample_kernel<kBlocks>, {blocks, kSampleThreads, bytes}, stream, table, params,
-         num_staged);
+  launch("sample", sample_kernel<kBlocks>, {blocks, kSampleThreads}, stream, table, params);
 }
 
 }  // namespace
 
-int64_t sample_workspace(int64_t num_rows, int64_t) {
-  return (1 + num_rows) * static_cast<int64_t>(sizeof(int32_t));
-}
+int64_t sample_workspace(int64_t, int64_t) { return sizeof(uint32_t); }
 
 void sample(const SlotTable& table, const SampleParams& params, Stream stream) {
   if (device_info().major >= 9) {

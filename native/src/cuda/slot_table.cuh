@@ -9,11 +9,11 @@ namespace slotwise::cuda {
 
 enum class Stamp { kStart, kEnd };
 
-// The device's clock into the present step's row of stamps.
-__device__ __forceinline__ void stamp(const SlotTable& table, Stamp which) {
+// The device's clock into the step's row of stamps.
+__device__ __forceinline__ void stamp(const SlotTable& table, uint32_t step, Stamp which) {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  const uint32_t row = *table.counter % static_cast<uint32_t>(table.ring_rows);
+  const uint32_t row = step % static_cast<uint32_t>(table.ring_rows);
   table.stamps[2 * row + static_cast<uint32_t>(which)] = now;
 }
 
