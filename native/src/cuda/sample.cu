@@ -12,7 +12,7 @@ constexpr int32_t kCorrupted = -1;
 constexpr int32_t kNoPart = -2;
 constexpr int kTeamBlocks = kMaxTeam;
 
-// What a row needs of the table, on its way into shared memory while the logits are read.
+// What a row needs of the table; copied to shared memory while its position is read.
 struct RowState {
   Draw draw;
   uint32_t step;
