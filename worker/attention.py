@@ -75,11 +75,8 @@ class Attention:
     eps: float
     scale: float
 
-    def run(
-        self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
-    ) -> None:
-        """out [T, H_q D] of qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
-        keys, values = self.cache.keys[index], self.cache.values[index]
+    def append(self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor) -> None:
+        """Norms and rotates qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
         self.ops.rope_append(
             qkv,
             layer.q_norm,
@@ -89,9 +86,15 @@ class Attention:
             self.sin,
             batch.slots,
             batch.positions,
-            keys,
-            values,
+            self.cache.keys[index],
+            self.cache.values[index],
         )
+
+    def attend(
+        self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
+    ) -> None:
+        """out [T, H_q D]: the rows of qkv, as append left them, over layer `index` of the cache."""
+        keys, values = self.cache.keys[index], self.cache.values[index]
         decode = batch.num_decode_rows
         if decode:
             self.ops.decode_attention(

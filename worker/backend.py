@@ -24,10 +24,13 @@ class AttentionRunner(Protocol):
     def scale(self) -> float:
         """Factor of the scores."""
 
-    def run(
+    def append(self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor) -> None:
+        """Norms and rotates qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
+
+    def attend(
         self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
     ) -> None:
-        """out [T, H_q D] of qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
+        """out [T, H_q D]: the rows of qkv over layer `index` of the cache, after append."""
 
 
 class Weight(Protocol):

@@ -5,7 +5,8 @@ T is the number of rows (tokens) of a forward. Decode rows come first, then the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,7 +95,8 @@ class ForwardBatch:
     """The rows of one forward.
 
     token_ids, slots, positions: int32 [T]. Rows [0, num_decode_rows) decode, one per slot; `chunks`
-    cover the others. `sample_rows`: rows whose logits are wanted, int64 [B], or None for all. On a
+    cover the others. `sample_rows`: rows whose logits are wanted, int64 [B], or None for all;
+    `sampled_chunks`: those of them that end chunks, as chunks of the batch `sampled` gives. On a
     GPU a forward decodes or prefills; decode rows are the slots in order, and `table` holds them.
     """
 
@@ -104,6 +106,7 @@ class ForwardBatch:
     num_decode_rows: int
     chunks: tuple[ChunkSpan, ...]
     sample_rows: Tensor | None
+    sampled_chunks: tuple[ChunkSpan, ...] = ()
     table: object = None
 
     @property
@@ -115,6 +118,19 @@ class ForwardBatch:
     def num_sample_rows(self) -> int:
         """B."""
         return self.num_rows if self.sample_rows is None else self.sample_rows.shape[0]
+
+    def sampled(self) -> ForwardBatch:
+        """The batch of the rows whose logits are wanted; only for attention."""
+        return replace(self, chunks=self.sampled_chunks, sample_rows=None)
+
+
+def last_rows(num_decode: int, chunks: Sequence[PrefillChunk]) -> tuple[ChunkSpan, ...]:
+    """The last row of every chunk that samples, one after another behind the decode rows."""
+    sampling = [chunk for chunk in chunks if chunk.sample]
+    return tuple(
+        ChunkSpan(row, row + 1, chunk.slot, chunk.start + len(chunk.token_ids) - 1)
+        for row, chunk in enumerate(sampling, num_decode)
+    )
 
 
 class BatchBuffers:
@@ -160,6 +176,7 @@ class BatchBuffers:
             num_decode_rows=num_decode,
             chunks=tuple(spans),
             sample_rows=_sample_rows(num_decode, chunks, spans),
+            sampled_chunks=last_rows(num_decode, chunks),
         )
 
 

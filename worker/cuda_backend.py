@@ -158,57 +158,49 @@ class CudaAttention:
             shape.num_slots * shape.num_kv_heads, dtype=torch.int32, device=ops.device
         )
 
-    def run(
+    def append(self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor) -> None:
+        """Chunks: q is normed and rotated in place, K and V go to the cache. Decode: see attend."""
+        for chunk in batch.chunks:
+            self.ops.rope_append(
+                qkv[chunk.first_row : chunk.end_row],
+                layer.q_norm,
+                layer.k_norm,
+                self._eps,
+                self._cos,
+                self._sin,
+                self.cache.keys[index],
+                self.cache.values[index],
+                chunk.slot,
+                chunk.start,
+            )
+
+    def attend(
         self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
     ) -> None:
-        """out [T, H_q D] of qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
+        """out [T, H_q D]; for decode rows one kernel does append's work too."""
+        keys, values = self.cache.keys[index], self.cache.values[index]
         decode = batch.num_decode_rows
         if decode:
-            self.decode(index, layer, qkv[:decode], batch.positions, out[:decode])
+            self.ops.decode_attention(
+                qkv[:decode],
+                layer.q_norm,
+                layer.k_norm,
+                self._eps,
+                self._cos,
+                self._sin,
+                keys,
+                values,
+                batch.positions,
+                self.scale,
+                self._states,
+                self._counters,
+                out[:decode],
+            )
         for chunk in batch.chunks:
             rows = slice(chunk.first_row, chunk.end_row)
-            self.append(index, layer, qkv[rows], chunk.slot, chunk.start)
-            self.attend(index, qkv[rows], chunk.slot, chunk.start, out[rows])
-
-    def decode(
-        self, index: int, layer: LayerWeights, qkv: Tensor, positions: Tensor, out: Tensor
-    ) -> None:
-        """Row t is slot t at positions[t]."""
-        self.ops.decode_attention(
-            qkv,
-            layer.q_norm,
-            layer.k_norm,
-            self._eps,
-            self._cos,
-            self._sin,
-            self.cache.keys[index],
-            self.cache.values[index],
-            positions,
-            self.scale,
-            self._states,
-            self._counters,
-            out,
-        )
-
-    def append(self, index: int, layer: LayerWeights, qkv: Tensor, slot: int, start: int) -> None:
-        """Rows of one slot: q is normed and rotated in place, K and V go to the cache."""
-        self.ops.rope_append(
-            qkv,
-            layer.q_norm,
-            layer.k_norm,
-            self._eps,
-            self._cos,
-            self._sin,
-            self.cache.keys[index],
-            self.cache.values[index],
-            slot,
-            start,
-        )
-
-    def attend(self, index: int, qkv: Tensor, slot: int, start: int, out: Tensor) -> None:
-        """Rows of one slot whose K and V are in the cache."""
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        self.ops.prefill_attention(qkv, keys, values, slot, start, self.scale, out)
+            self.ops.prefill_attention(
+                qkv[rows], keys, values, chunk.slot, chunk.start, self.scale, out[rows]
+            )
 
 
 def state_floats(shape: CacheShape) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker._native import SlotTable
-from worker.batch import ChunkSpan, ForwardBatch, PrefillChunk, SlotSetup
+from worker.batch import ChunkSpan, ForwardBatch, PrefillChunk, SlotSetup, last_rows
 from worker.cuda_backend import CudaBackend
 
 RING_ROWS = 1024
@@ -122,6 +122,7 @@ class CudaSlots:
             num_decode_rows=0,
             chunks=tuple(spans),
             sample_rows=self._send(np.array(sample_rows, dtype=np.int64)),
+            sampled_chunks=last_rows(0, chunks),
         )
 
     def arrive(self, chunks: list[PrefillChunk]) -> Tensor:

@@ -7,7 +7,7 @@ rank holds the same residual; products with split inputs are summed over the ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,27 +49,6 @@ class Workspace:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpace:
-    """The same for the rows whose logits are wanted; `local_logits` are this rank's columns."""
-
-    residual: Tensor
-    delta: Tensor
-    normed: Tensor
-    local_logits: Tensor
-    logits: Tensor
-
-    def rows(self, num_rows: int) -> SampleSpace:
-        """The first `num_rows` rows."""
-        return SampleSpace(
-            residual=self.residual[:num_rows],
-            delta=self.delta[:num_rows],
-            normed=self.normed[:num_rows],
-            local_logits=self.local_logits[:num_rows],
-            logits=self.logits[:num_rows],
-        )
-
-
 class Decoder:
     """A rank's decoder with its slot cache and workspace; one forward at a time."""
 
@@ -89,8 +68,15 @@ class Decoder:
         self.ops = ops
         self.cache = SlotCache(cache_shape(config, shard, limits), ops.device)
         self.group = group
-        self._workspace = _workspace(config, shard, limits, ops)
-        self._sample_space = _sample_space(config, shard, limits, ops)
+        slot_rows = ops.num_rows(limits.num_slots)
+        self._workspace = _workspace(
+            config, shard, ops, max(slot_rows, ops.num_rows(limits.max_step_tokens))
+        )
+        self._sampled_space = _workspace(config, shard, ops, slot_rows)
+        self._logits = ops.floats(slot_rows, config.vocab_size)
+        # A lone rank's columns are all columns: it writes them where they belong.
+        alone = shard.world_size == 1
+        self._local_logits = self._logits if alone else ops.floats(slot_rows, shard.vocab.size)
         cos, sin = rope_tables(config.rope, config.head_dim, limits.max_seq_len)
         self.attention = ops.attention(
             self.cache, cos, sin, config.rms_norm_eps, config.head_dim**-0.5
@@ -104,25 +90,47 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [B, V] of the sampled rows, the same on every rank; valid until the next call."""
+        count = batch.num_sample_rows
         space = self._workspace.rows(batch.num_rows)
         self.ops.embed_batch(batch, self.weights.embed, self.shard.vocab.begin, space.residual)
         self.group.all_reduce(space.residual)
-        layers = self.weights.layers
-        self.ops.rms_norm(
-            space.residual, layers[0].input_norm, self.config.rms_norm_eps, space.normed
-        )
-        for index, layer in enumerate(layers):
+        eps = self.config.rms_norm_eps
+        self.ops.rms_norm(space.residual, self.weights.layers[0].input_norm, eps, space.normed)
+        for index, layer in enumerate(self.weights.layers):
             self.ops.linear(space.normed, layer.qkv, space.qkv)
-            self.attention.run(index, layer, batch, space.qkv, space.attended)
+            self.attention.append(index, layer, batch, space.qkv)
+            if index + 1 == self.config.num_layers and batch.sample_rows is not None:
+                # Of the last layer the other rows leave nothing but their K and V.
+                space = self._sampled(batch.sample_rows, space)
+                batch = batch.sampled()
+                if count == 0:
+                    break
+            self.attention.attend(index, layer, batch, space.qkv, space.attended)
             self.ops.linear(space.attended, layer.o, space.delta)
             self._add_norm(space, layer.post_norm)
             self.ops.gated_linear(space.normed, layer.gate_up, space.gate_up, space.activated)
             self.ops.linear(space.activated, layer.down, space.delta)
-            if index + 1 < len(layers):
-                self._add_norm(space, layers[index + 1].input_norm)
-        return self._logits(batch, space)
+            self._add_norm(space, self._next_norm(index))
+        if count > 0:
+            rows = space.normed.shape[0]
+            self.ops.linear(space.normed, self.weights.head, self._local_logits[:rows])
+            self.group.gather_columns(self._local_logits[:rows], self._logits[:rows])
+        return self._logits[:count]
 
-    def _add_norm(self, space: Workspace | SampleSpace, weight: Tensor) -> None:
+    def _next_norm(self, index: int) -> Tensor:
+        """The norm after layer `index`."""
+        layers = self.weights.layers
+        return layers[index + 1].input_norm if index + 1 < len(layers) else self.weights.final_norm
+
+    def _sampled(self, rows: Tensor, space: Workspace) -> Workspace:
+        """The wanted rows of qkv and of the residual, in a space of their own."""
+        count = rows.shape[0]
+        sampled = self._sampled_space.rows(self.ops.num_rows(count))
+        torch.index_select(space.qkv, 0, rows, out=sampled.qkv[:count])
+        torch.index_select(space.residual, 0, rows, out=sampled.residual[:count])
+        return sampled
+
+    def _add_norm(self, space: Workspace, weight: Tensor) -> None:
         """residual += delta, summed over the ranks; normed = rms_norm(residual)."""
         eps = self.config.rms_norm_eps
         if self.group.fuses_norm(space.delta):
@@ -132,22 +140,6 @@ class Decoder:
         else:
             self.group.all_reduce(space.delta)
             self.ops.add_rms_norm(space.residual, space.delta, weight, eps, space.normed)
-
-    def _logits(self, batch: ForwardBatch, space: Workspace) -> Tensor:
-        """The final norm and the head, of the sampled rows only."""
-        count = batch.num_sample_rows
-        if count == 0:
-            return self._sample_space.logits[:0]
-        sample = self._sample_space.rows(self.ops.num_rows(count))
-        if batch.sample_rows is None:
-            sample = replace(sample, residual=space.residual, delta=space.delta)
-        else:
-            torch.index_select(space.residual, 0, batch.sample_rows, out=sample.residual[:count])
-            torch.index_select(space.delta, 0, batch.sample_rows, out=sample.delta[:count])
-        self._add_norm(sample, self.weights.final_norm)
-        self.ops.linear(sample.normed, self.weights.head, sample.local_logits)
-        self.group.gather_columns(sample.local_logits, sample.logits)
-        return sample.logits[:count]
 
 
 def cache_shape(config: ModelConfig, shard: Shard, limits: ServingLimits) -> CacheShape:
@@ -163,10 +155,8 @@ def cache_shape(config: ModelConfig, shard: Shard, limits: ServingLimits) -> Cac
     )
 
 
-def _workspace(
-    config: ModelConfig, shard: Shard, limits: ServingLimits, ops: Backend[Any]
-) -> Workspace:
-    rows, hidden = ops.num_rows(max(limits.max_step_tokens, limits.num_slots)), config.hidden_size
+def _workspace(config: ModelConfig, shard: Shard, ops: Backend[Any], rows: int) -> Workspace:
+    hidden = config.hidden_size
     q_size = shard.q_heads.size * config.head_dim
     kv_size = shard.kv_heads.size * config.head_dim
     return Workspace(
@@ -177,19 +167,4 @@ def _workspace(
         attended=ops.activations(rows, q_size),
         gate_up=ops.activations(rows, 2 * shard.intermediate.size),
         activated=ops.activations(rows, shard.intermediate.size),
-    )
-
-
-def _sample_space(
-    config: ModelConfig, shard: Shard, limits: ServingLimits, ops: Backend[Any]
-) -> SampleSpace:
-    rows, hidden = ops.num_rows(limits.num_slots), config.hidden_size
-    logits = ops.floats(rows, config.vocab_size)
-    return SampleSpace(
-        residual=ops.floats(rows, hidden),
-        delta=ops.activations(rows, hidden),
-        normed=ops.activations(rows, hidden),
-        # A lone rank's columns are all columns: it writes them where they belong.
-        local_logits=logits if shard.world_size == 1 else ops.floats(rows, shard.vocab.size),
-        logits=logits,
     )

@@ -179,7 +179,7 @@ def _workspace_bytes(
     # The residual and the logits are float32 everywhere.
     row = 2 * hidden + (heads + shard.q_heads.size) * config.head_dim
     row = 4 * hidden + width * (row + 3 * shard.intermediate.size)
-    sample_row = 4 * hidden + width * 2 * hidden + 4 * config.vocab_size
+    sample_row = row + 4 * config.vocab_size
     if shard.world_size > 1:
         widest = -(-config.vocab_size // shard.world_size)
         row += 4 * shard.world_size * hidden

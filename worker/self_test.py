@@ -127,7 +127,9 @@ def _attended(decoder: Decoder, batch: ForwardBatch, qkv: Tensor) -> Tensor:
     out = decoder.ops.activations(
         qkv.shape[0], decoder.shard.q_heads.size * decoder.config.head_dim
     )
-    decoder.attention.run(0, decoder.weights.layers[0], batch, qkv.clone(), out)
+    layer, rows = decoder.weights.layers[0], qkv.clone()
+    decoder.attention.append(0, layer, batch, rows)
+    decoder.attention.attend(0, layer, batch, rows, out)
     return out
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from worker_driver import Driver, sampling
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from worker.batch import BatchBuffers, PrefillChunk
+from worker.batch import BatchBuffers, ChunkSpan, PrefillChunk
 
 SEQUENCE_LEN = 40
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,7 +93,10 @@ def test_teacher_forced_logits(checkpoint: Path, reference: Any) -> None:
     tokens = sequence()
     driver = Driver(checkpoint, num_slots=SEQUENCE_LEN, max_seq_len=64)
     batch = BatchBuffers(SEQUENCE_LEN).fill([], [PrefillChunk(1, 1, 0, tokens, False, None)])
-    ours = driver.decoder.forward(replace(batch, sample_rows=torch.arange(SEQUENCE_LEN)))
+    every = tuple(ChunkSpan(row, row + 1, 1, row) for row in range(SEQUENCE_LEN))
+    ours = driver.decoder.forward(
+        replace(batch, sample_rows=torch.arange(SEQUENCE_LEN), sampled_chunks=every)
+    )
     with torch.inference_mode():
         theirs = reference(torch.tensor([tokens])).logits[0]
     assert theirs.std() > 0.5, "a nearly uniform reference would hide errors"
