@@ -34,13 +34,46 @@ template <typename T, int kDim>
 __device__ __forceinline__ void load_tile(T* to, const T* head, int64_t position_stride,
                                           int tile_start, int end) {
   constexpr int kChunks = kDim / kChunk;
-#pragma unroll 4
+#pragma unroll 2
   for (int i = threadIdx.x; i < kAttentionTile * kChunks; i += blockDim.x) {
     const int row = i / kChunks, chunk = i % kChunks;
     const int position = min(tile_start + row, end - 1);
     copy_async(to + chunk_offset<kDim>(row, chunk),
                head + position * position_stride + chunk * kChunk, tile_start + row < end);
   }
+}
+
+// Where a lane reads 8 x 8 matrices: of rows of shared memory at row `row`, and chunk `chunk` of
+// these. Offsets known to the compiler then cost nothing.
+template <int kDim>
+struct MatrixRow {
+  static constexpr int kTurns = kDim % 64 == 0 ? 8 : 4;
+  uint32_t address;
+  int turn;
+
+  __device__ MatrixRow(const void* tile, int row, int chunk)
+      : address(shared_address(tile) + row * kDim * 2),
+        turn(chunk ^ chunk_offset<kDim>(row, 0) % kDim / kChunk) {}
+
+  // `rows` further down, a multiple of 8, and `chunks` to the right, an even number.
+  __device__ __forceinline__ uint32_t at(int rows, int chunks) const {
+    return address + (rows * kDim + chunks / kTurns * kTurns * kChunk) * 2 +
+           (chunks % kTurns ^ turn) * kChunk * 2;
+  }
+};
+
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(uint32_t (&m)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
 }
 
 // s = q k^T of the warp's 16 rows.
@@ -53,14 +86,16 @@ __device__ __forceinline__ void score_tile(float (&s)[kEights][4], const T* q, c
     for (float& x : s[n]) x = 0;
   }
   const int in_eight = lane & 7, second = lane >> 3 & 1, third = lane >> 4;
+  const MatrixRow<kDim> q_row(q, 8 * second + in_eight, third);
+  const MatrixRow<kDim> k_row(k, 8 * third + in_eight, second);
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     uint32_t a[4];
-    load_matrices(a, q + chunk_offset<kDim>(8 * second + in_eight, 2 * step + third));
+    load_matrices(a, q_row.at(0, 2 * step));
 #pragma unroll
     for (int pair = 0; pair < kEights / 2; ++pair) {
       uint32_t b[4];
-      load_matrices(b, k + chunk_offset<kDim>(16 * pair + 8 * third + in_eight, 2 * step + second));
+      load_matrices(b, k_row.at(16 * pair, 2 * step));
       multiply_add<T>(s[2 * pair], a, b[0], b[1]);
       multiply_add<T>(s[2 * pair + 1], a, b[2], b[3]);
     }
@@ -72,8 +107,9 @@ template <typename T, int kDim>
 __device__ __forceinline__ void add_values(float (&totals)[kDim / 8][4],
                                            const uint32_t (&p)[kSixteens][4],
                                            const TileFactors& factors, const T* v, int lane) {
-  constexpr int kColumns = kDim == 96 ? 48 : kDim == 256 ? 32 : 64;
+  constexpr int kColumns = kDim == 96 ? 48 : 64;
   const int in_eight = lane & 7, second = lane >> 3 & 1, third = lane >> 4;
+  const MatrixRow<kDim> v_row(v, 8 * second + in_eight, third);
 #pragma unroll
   for (int column = 0; column < kDim; column += kColumns) {
     float o[kColumns / 8][4] = {};
@@ -82,8 +118,7 @@ __device__ __forceinline__ void add_values(float (&totals)[kDim / 8][4],
 #pragma unroll
       for (int pair = 0; pair < kColumns / 16; ++pair) {
         uint32_t b[4];
-        load_transposed(b, v + chunk_offset<kDim>(16 * step + 8 * second + in_eight,
-                                                  column / 8 + 2 * pair + third));
+        load_transposed(b, v_row.at(16 * step, column / 8 + 2 * pair));
         multiply_add<T>(o[2 * pair], p[step], b[0], b[1]);
         multiply_add<T>(o[2 * pair + 1], p[step], b[2], b[3]);
       }
@@ -118,8 +153,19 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const Prefil
     }
     commit_copies();
   };
+  // Makes a step's tile readable, and its predecessor's place in the ring free for the last of the
+  // kStages - 1 steps after it. A ring of one has its tile loaded when the last has been read.
+  const auto replace_only = [&](int step) {
+    __syncthreads();
+    load(step);
+  };
+  const auto ready = [&](int step) {
+    wait_for_copies<kStages == 1 ? 0 : kStages - 2>();
+    __syncthreads();
+    if (kStages > 1) load(step + kStages - 1);
+  };
   load_queries<T, kDim>(args, q, block_row, block_rows, kv_head);
-  for (int step = 0; step < kStages; ++step) load(step);
+  for (int step = 0; step < kStages - 1; ++step) load(step);
 
   const int warp_row = block_row + 16 * warp;
   const LaneRows rows(args, warp_row + lane / 4);
@@ -136,11 +182,14 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const Prefil
     const int tile_start = tile * kAttentionTile;
     const bool seen = warp_row < args.num_rows && last >= tile_start;
     float s[kEights][4];
-    wait_for_copies<kStages - 1>();
-    __syncthreads();
+    if (kStages == 1) replace_only(2 * tile);
+    ready(2 * tile);
     if (seen) score_tile<T, kDim>(s, q + 16 * warp * kDim, stage(2 * tile), lane);
-    __syncthreads();
-    load(2 * tile + kStages);
+    if (kStages == 1) {
+      replace_only(2 * tile + 1);
+    } else {
+      ready(2 * tile + 1);
+    }
     uint32_t p[kSixteens][4];
     TileFactors factors;
     if (seen) {
@@ -148,11 +197,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const Prefil
       const RowStates state = weigh_tile<T>(s, p, rows, tile_start, args.c);
       factors = fold_rows(totals, state, rows, tile_start, args.c);
     }
-    wait_for_copies<kStages - 1>();
-    __syncthreads();
+    if (kStages == 1) ready(2 * tile + 1);
     if (seen) add_values<T, kDim>(o, p, factors, stage(2 * tile + 1), lane);
-    __syncthreads();
-    load(2 * tile + 1 + kStages);
   }
   store_rows<T, kDim>(args, kv_head, warp_row + lane / 4, o, totals);
 }
@@ -176,23 +222,26 @@ void launch_prefill(const PrefillArgs& args, int kv_heads, int warps, Stream str
 }
 
 // As many rows to a block as leave no multiprocessor idle.
-int choose_warps(const PrefillArgs& args, int head_dim, int kv_heads) {
-  int warps = head_dim > 128 ? kMaxWarps / 2 : kMaxWarps;
+int choose_warps(const PrefillArgs& args, int most, int kv_heads) {
+  int warps = most;
   while (warps > kMinWarps && args.num_rows / (16 * warps) * kv_heads < device_info().num_sms) {
     warps /= 2;
   }
   return warps;
 }
 
+// A block may have 99 KB of shared memory on some devices, 163 KB or more on others.
 template <typename T, int kDim>
 void launch_dim(const PrefillArgs& args, int kv_heads, Stream stream) {
-  constexpr int kFew = kDim > 128 ? 1 : 2;  // stages where a block has 99 KB
-  const int warps = choose_warps(args, kDim, kv_heads);
-  const size_t wanted = (2 * kFew * kAttentionTile + 16 * warps) * kDim * sizeof(T);
-  if (shared_limit() >= wanted) {
-    launch_prefill<T, kDim, 2 * kFew>(args, kv_heads, warps, stream);
+  constexpr int kFewStages = kDim > 128 ? 1 : 2;
+  constexpr size_t kManyBytes =
+      (2 * kFewStages * kAttentionTile + 16 * kMaxWarps) * kDim * sizeof(T);
+  if (shared_limit() >= kManyBytes) {
+    const int warps = choose_warps(args, kMaxWarps, kv_heads);
+    launch_prefill<T, kDim, 2 * kFewStages>(args, kv_heads, warps, stream);
   } else {
-    launch_prefill<T, kDim, kFew>(args, kv_heads, warps, stream);
+    const int warps = choose_warps(args, kDim > 128 ? kMaxWarps / 2 : kMaxWarps, kv_heads);
+    launch_prefill<T, kDim, kFewStages>(args, kv_heads, warps, stream);
   }
 }
 

@@ -10,16 +10,10 @@
 #include <string>
 
 #include "dispatch.cuh"
-#include "prefill_split.cuh"
+#include "prefill_few.cuh"
 
-#ifndef PINGPONG
-#define PINGPONG 0
-#endif
 #ifndef SPLIT
 #define SPLIT 0
-#endif
-#ifndef STAGES
-#define STAGES 4
 #endif
 
 namespace slotwise::cuda {
@@ -27,7 +21,7 @@ namespace slotwise::cuda {
 namespace {
 
 constexpr int kBlockRows = kGroups * kGroupRows;
-constexpr int kStages = STAGES;
+constexpr int kStages = 4;
 
 // The block's shared memory: q, the ring, and two barriers for each of its tiles.
 template <int kDim>
@@ -45,6 +39,8 @@ struct Ring {
   __device__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
 // A place in the ring and the parity of its barriers' phase.
 struct Turn {
   int stage = 0;
@@ -57,8 +53,6 @@ struct Turn {
     }
   }
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int kDim>
 __device__ __forceinline__ void produce(const Ring<kDim>& ring, const TileMaps& maps, int num_tiles,
@@ -75,10 +69,6 @@ __device__ __forceinline__ void release(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) hopper::arrive(barrier);
 }
 
-#define TURN_SYNC() \
-  if (PINGPONG) hopper::sync_threads(4 + group, kGroups * kGroupThreads)
-#define TURN_PASS() hopper::arrive_threads(5 - group, kGroups * kGroupThreads)
-
 template <typename T, int kDim>
 __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArgs& args,
                                         int num_tiles, int block_row, int kv_head, int group) {
@@ -89,7 +79,7 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
   load_queries<T, kDim>(args, q, Tile::kPanelBytes, group_row, kGroupRows, kv_head, thread,
                         kGroupThreads);
   hopper::sync_threads(1 + group, kGroupThreads);
-  if (PINGPONG && group == 1) TURN_PASS();
+  if (group == 1) pass_turn(group);
 
   const int row = group_row + thread / 32 * 16 + thread % 32 / 4;
   const LaneRows rows(args, row);
@@ -129,12 +119,11 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
     hopper::wait(ring.full(values.stage), values.parity);
     hopper::wait(ring.full(keys.stage), keys.parity);
     const uint32_t v = ring.tile(values.stage);
-    TURN_SYNC();
+    take_turn(group);
     hopper::pin(p);
     hopper::fence_wgmma();
     begin_values<T>(o, p, v);
     begin_scores<T, kDim>(s, q, Tile::kPanelBytes, ring.tile(keys.stage));
-    if (PINGPONG == 1) TURN_PASS();
     hopper::wait_wgmma<1>();
     hopper::pin(o);
     fold_columns(total, o, factors);
@@ -142,22 +131,20 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
       hopper::pin(o);
       hopper::fence_wgmma();
       begin_values<T>(o, p, v + Tile::kPanelBytes);
-      if (PINGPONG == 2) TURN_PASS();
       hopper::wait_wgmma<1>();
     } else {
-      if (PINGPONG == 2) TURN_PASS();
       hopper::wait_wgmma<0>();
+      pass_turn(group);
     }
-    if (PINGPONG == 3) TURN_PASS();
     hopper::pin(s);
     release(ring.empty(keys.stage));
     mask(tile);
     if constexpr (Tile::kPanels > 1) {
       hopper::wait_wgmma<0>();
+      pass_turn(group);
       hopper::pin(o);
       fold_columns(total + 8, o, factors);
     }
-    if (PINGPONG == 4) TURN_PASS();
     hopper::pin(p);
     release(ring.empty(values.stage));
     weigh(tile);
@@ -255,43 +242,22 @@ void launch_many(const TileMaps& maps, const PrefillArgs& args, int kv_heads, St
          stream, maps, args);
 }
 
-template <typename T, int kDim, int kTeams, int kCluster>
+template <typename T, int kDim>
 void launch_few(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  using Layout = SplitLayout<kDim, kTeams, kCluster>;
-  const auto kernel = prefill_split_kernel<T, kDim, kTeams, kCluster>;
-  allow_shared("prefill_attention", kernel, Layout::kBytes);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kCluster, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCluster, kv_heads, (args.num_rows + Layout::kRows - 1) / Layout::kRows);
-  config.blockDim = dim3(Layout::kThreads);
-  config.dynamicSmemBytes = Layout::kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, kernel, maps, args), "prefill_attention");
+  const auto kernel = prefill_few_kernel<T, kDim>;
+  allow_shared("prefill_attention", kernel, FewLayout<kDim>::kBytes);
+  const dim3 blocks(kv_heads, (args.num_rows + kGroupRows - 1) / kGroupRows);
+  launch("prefill_attention", kernel,
+         {blocks, (kGroups + 1) * kGroupThreads, FewLayout<kDim>::kBytes}, stream, maps, args);
 }
 
-// Splits the tiles over clusters where blocks of rows alone would leave multiprocessors idle.
 template <typename T, int kDim>
 void launch_dim(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  constexpr int kFewPositions = 4 * kAttentionTile;
-  const int num_positions = args.start + args.num_rows / args.group;
-  const int blocks = (args.num_rows + kBlockRows - 1) / kBlockRows * kv_heads;
-  const int num_sms = device_info().num_sms;
-  if (!SPLIT || num_positions <= kFewPositions || 2 * blocks > num_sms) {
-    launch_many<T, kDim>(maps, args, kv_heads, stream);
-  } else if (args.num_rows <= kGroupRows) {
-    launch_few<T, kDim, 2, 8>(maps, args, kv_heads, stream);
-  } else if (8 * blocks <= num_sms) {
-    launch_few<T, kDim, 1, 8>(maps, args, kv_heads, stream);
-  } else if (4 * blocks <= num_sms) {
-    launch_few<T, kDim, 1, 4>(maps, args, kv_heads, stream);
+  const int blocks = (args.num_rows + kGroupRows - 1) / kGroupRows * kv_heads;
+  if (SPLIT && blocks <= device_info().num_sms) {
+    launch_few<T, kDim>(maps, args, kv_heads, stream);
   } else {
-    launch_few<T, kDim, 1, 2>(maps, args, kv_heads, stream);
+    launch_many<T, kDim>(maps, args, kv_heads, stream);
   }
 }
 

@@ -34,6 +34,15 @@ __device__ __forceinline__ uint32_t aligned_memory(void* memory) {
   return (address + kPanelAlignment - 1) / kPanelAlignment * kPanelAlignment;
 }
 
+// The warpgroups' turns at the tensor cores.
+__device__ __forceinline__ void take_turn(int group) {
+  hopper::sync_threads(1 + kGroups + group, kGroups * kGroupThreads);
+}
+
+__device__ __forceinline__ void pass_turn(int group) {
+  hopper::arrive_threads(2 * kGroups - group, kGroups * kGroupThreads);
+}
+
 // By one thread.
 template <int kDim>
 __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap& map, int tile,
