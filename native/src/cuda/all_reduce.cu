@@ -142,50 +142,6 @@ __global__ void __launch_bounds__(kChunkThreads)
   lane.finish();
 }
 
-// The same with less to send where there are more than two ranks: chunks have owners by turns, who
-// receive the parts of one, add them and send the sum to all.
-template <typename T>
-__global__ void __launch_bounds__(kChunkThreads)
-    sum_owned_chunks_kernel(const __grid_constant__ PeerView view, T* x, int64_t n, bool aligned) {
-  constexpr int kSize = Unit<T>::kSize;
-  constexpr int64_t kChunk = kChunkBytes / static_cast<int64_t>(sizeof(T));
-  wait_for_predecessor();
-  start_successor();
-  ChunkLane lane(view);
-  int owner = blockIdx.x % view.world_size;
-  for (int64_t first = blockIdx.x * kChunk; first < n; first += gridDim.x * kChunk) {
-    const auto element_of = [&](int i) {
-      return first + (i * kChunkThreads + threadIdx.x) * kSize;
-    };
-    Unit<T> unit[kChunkUnits];
-    lane.next();
-#pragma unroll
-    for (int i = 0; i < kChunkUnits; ++i) {
-      unit[i] = load_unit(x + element_of(i), n - element_of(i), aligned);
-    }
-#pragma unroll
-    for (int i = 0; i < kChunkUnits; ++i) lane.send_to(owner, i, unit[i]);
-    lane.exchange();
-    if (view.rank == owner) {
-#pragma unroll
-      for (int i = 0; i < kChunkUnits; ++i) unit[i] = lane.sum(i, unit[i]);
-    }
-    lane.next();
-    if (view.rank == owner) {
-#pragma unroll
-      for (int i = 0; i < kChunkUnits; ++i) lane.send(i, unit[i]);
-    }
-    lane.exchange();
-#pragma unroll
-    for (int i = 0; i < kChunkUnits; ++i) {
-      if (view.rank != owner) unit[i] = lane.receive<T>(i, owner);
-      store_unit(unit[i], x + element_of(i), n - element_of(i), aligned);
-    }
-    owner = (owner + 1) % view.world_size;
-  }
-  lane.finish();
-}
-
 struct Columns {
   const float* local;
   int64_t local_stride;
@@ -260,8 +216,8 @@ void sum(const PeerBuffers& peers, T* x, int64_t n, Stream stream) {
   } else {
     constexpr int64_t kChunk = kChunkBytes / static_cast<int64_t>(sizeof(T));
     const int64_t lanes = std::min<int64_t>((n + kChunk - 1) / kChunk, kChunkLanes);
-    const auto kernel = view.world_size > 2 ? sum_owned_chunks_kernel<T> : sum_chunks_kernel<T>;
-    launch("all_reduce", kernel, {dim3(lanes), kChunkThreads}, stream, view, x, n, at_alignment(x));
+    launch("all_reduce", sum_chunks_kernel<T>, {dim3(lanes), kChunkThreads}, stream, view, x, n,
+           at_alignment(x));
   }
 }
 

@@ -249,9 +249,9 @@ class PacketRow {
   uint32_t epoch_;
 };
 
-// The chunks of one block, one after the other: next(), send, exchange(), receive or sum; finish()
-// at the end. All threads of the block make the same calls. Thread t holds the units i *
-// kChunkThreads + t of a chunk.
+// The chunks of one block, one after the other: next(), send(), exchange(), receive(); finish() at
+// the end. All threads of the block make the same calls. Thread t holds the units
+// i * kChunkThreads + t of a chunk.
 class ChunkLane {
  public:
   __device__ __forceinline__ explicit ChunkLane(const PeerView& view)
@@ -260,13 +260,10 @@ class ChunkLane {
   __device__ __forceinline__ void next() { ++epoch_; }
 
   template <typename T>
-  __device__ __forceinline__ void send_to(int peer, int i, const Unit<T>& unit) const {
-    if (peer != view_.rank) *at(peer, view_.rank, i) = reinterpret_cast<const uint4&>(unit);
-  }
-
-  template <typename T>
   __device__ __forceinline__ void send(int i, const Unit<T>& unit) const {
-    for (int peer = 0; peer < view_.world_size; ++peer) send_to(peer, i, unit);
+    for (int peer = 0; peer < view_.world_size; ++peer) {
+      if (peer != view_.rank) *at(peer, view_.rank, i) = reinterpret_cast<const uint4&>(unit);
+    }
   }
 
   // Says that the chunk is sent and waits for those of the peers: thread r talks with rank r.
