@@ -5,6 +5,7 @@
 
 #include "dispatch.cuh"
 #include "launch.cuh"
+#include "norm.cuh"
 #include "silu.cuh"
 #include "slot_table.cuh"
 #include "vectors.cuh"
@@ -12,15 +13,8 @@
 namespace slotwise::cuda {
 namespace {
 
-constexpr int kMaxThreads = 1024;
-constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kMaxThreads = kMaxNormThreads;
 constexpr int kSiluThreads = 256;
-
-// A thread for each eight values of a row, in whole warps.
-int threads_for(int64_t size) {
-  const int64_t warps = (size + 32 * kVector - 1) / (32 * kVector);
-  return 32 * static_cast<int>(std::clamp<int64_t>(warps, 1, kMaxWarps));
-}
 
 bool aligned(int64_t row_size, std::initializer_list<const void*> pointers) {
   return row_size % kVector == 0 && std::all_of(pointers.begin(), pointers.end(), [](auto* p) {
@@ -42,11 +36,14 @@ void dispatch(DType dtype, bool is_aligned, const Call& call) {
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) embed_kernel(EmbedParams p, SlotTable table) {
-  start_successor();
+  // Decode attention reads the cache and the positions before its own wait: what wrote them is
+  // complete once this lets its successors start.
   wait_for_predecessor();
+  start_successor();
   const int64_t row = blockIdx.x;
-  if (table.stamps != nullptr && row == 0 && threadIdx.x == 0)
+  if (table.stamps != nullptr && row == 0 && threadIdx.x == 0) {
     stamp(table, *table.counter, Stamp::kStart);
+  }
   const int64_t id = p.token_ids[row] - p.first_id;
   const bool known = id >= 0 && id < p.n;
   const T* weight = static_cast<const T*>(p.weight) + (known ? id : 0) * p.hidden;
@@ -56,20 +53,6 @@ __global__ void __launch_bounds__(kMaxThreads) embed_kernel(EmbedParams p, SlotT
     if (known) load8<kAligned>(weight + at, p.hidden - at, values);
     store8<kAligned>(out + at, p.hidden - at, values);
   }
-}
-
-// The sum over the block, the same in every thread: lanes by halves, then warps in order.
-__device__ float block_sum(float x) {
-  __shared__ float warp_sums[kMaxWarps];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(0xffffffff, x, distance);
-  }
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += warp_sums[warp];
-  return sum;
 }
 
 // The residual's values from `at`, after the delta was added.
@@ -98,21 +81,19 @@ __global__ void __launch_bounds__(kMaxThreads) norm_kernel(NormParams p) {
   for (int64_t at = first; at < p.hidden; at += step) {
     float x[kVector];
     updated_residual<T, kAligned>(p, row + at, p.hidden - at, x);
+    squares = add_squares(squares, x);
+    if (at != first) continue;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      squares = __fmaf_rn(x[i], x[i], squares);
-      if (at == first) held[i] = x[i];
-    }
+    for (int i = 0; i < kVector; ++i) held[i] = x[i];
   }
-  const float mean = __fdiv_rn(block_sum(squares), static_cast<float>(p.hidden));
-  const float factor = __frcp_rn(__fsqrt_rn(mean + p.eps));
+  const float scale = norm_scale(block_sum(squares), p.hidden, p.eps);
   for (int64_t at = first; at < p.hidden; at += step) {
     if (at != first) {
       load8<kAligned>(p.residual + row + at, p.hidden - at, held);
       load8<kAligned>(p.weight + at, p.hidden - at, weight);
     }
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) held[i] = held[i] * factor * weight[i];
+    for (int i = 0; i < kVector; ++i) held[i] = norm_value(held[i], scale, weight[i]);
     store8<kAligned>(static_cast<T*>(p.out) + row + at, p.hidden - at, held);
   }
 }
@@ -153,7 +134,7 @@ __global__ void __launch_bounds__(kMaxThreads) bias_kernel(BiasParams p) {
 }
 
 Grid block_per_row(int64_t num_rows, int64_t size) {
-  return {dim3(static_cast<unsigned>(num_rows)), threads_for(size)};
+  return {dim3(static_cast<unsigned>(num_rows)), norm_threads(size)};
 }
 
 }  // namespace
