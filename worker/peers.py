@@ -25,6 +25,12 @@ from worker.sharding import Part
 
 # Elements of x that NCCL gathers at once.
 _NCCL_CHUNK = 1 << 22
+# Torch's watchdog ends what waits too long, but not the process, and writes no dump before it does.
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 # How long a rank that leaves waits for the others to let go of its memory.
 _CLOSE_S = 5.0
 
@@ -284,7 +290,7 @@ class _Meetings:
         """A backend of NCCL; it ends no process when a peer is lost, but gives up what waits."""
         from torch.distributed import ProcessGroupNCCL
 
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+        os.environ.update(_NCCL_SETTINGS)
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         store = PrefixStore("nccl", self._store)
