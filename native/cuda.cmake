@@ -19,6 +19,7 @@ if(slotwise_use_cuda)
   enable_language(CUDA)
   add_library(slotwise_cuda STATIC
     src/cuda/all_reduce.cu
+    src/cuda/attention_float32.cu
     src/cuda/decode_attention.cu
     src/cuda/device.cu
     src/cuda/elementwise.cu

@@ -5,7 +5,8 @@
 
 namespace slotwise::cuda {
 
-// prefill_attention for DType::kFloat32.
+// decode_attention and prefill_attention for DType::kFloat32.
+void decode_attention_float32(const DecodeAttentionParams& params, Stream stream);
 void prefill_attention_float32(const ChunkParams& params, Stream stream);
 
 }  // namespace slotwise::cuda

@@ -10,7 +10,6 @@
 #include "attention_float32.cuh"
 #include "attention_math.cuh"
 #include "dispatch.cuh"
-#include "float32_row.cuh"
 #include "fold_states.cuh"
 #include "launch.cuh"
 #include "mma.cuh"
@@ -538,14 +537,6 @@ void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) 
          c);
 }
 
-// One block for a row and head.
-Grid float32_grid(const AttentionInput& in) {
-  return {dim3(static_cast<unsigned>(in.num_rows), static_cast<unsigned>(in.num_q_heads)),
-          kFloat32Threads};
-}
-
-float exponent_scale(const AttentionInput& in) { return in.scale * 1.4426950408889634f; }
-
 }  // namespace
 
 int64_t decode_attention_workspace(int64_t num_slots, int64_t num_positions, int64_t num_q_heads,
@@ -559,26 +550,15 @@ void decode_attention(const DecodeAttentionParams& params, Stream stream) {
   const CacheParams& cache = in.cache;
   if (in.num_rows == 0 || cache.num_positions == 0) return;
   check_cache("decode_attention", cache);
-  const float c = exponent_scale(in);
+  if (cache.dtype == DType::kFloat32) return decode_attention_float32(params, stream);
+  const float c = in.scale * 1.4426950408889634f;
   for_head_dim("decode_attention", cache.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
-    if (cache.dtype == DType::kFloat32) {
-      launch("decode_attention", decode_float32_kernel<kDim>, float32_grid(in), stream, params, c);
-    } else if (cache.dtype == DType::kBFloat16) {
+    if (cache.dtype == DType::kBFloat16) {
       launch_decode<__nv_bfloat16, kDim>(params, c, stream);
     } else {
       launch_decode<__half, kDim>(params, c, stream);
     }
-  });
-}
-
-void prefill_attention_float32(const ChunkParams& params, Stream stream) {
-  const AttentionInput& in = params.input;
-  if (in.num_rows == 0) return;
-  check_cache("prefill_attention", in.cache);
-  for_head_dim("prefill_attention", in.cache.head_dim, [&](auto dim) {
-    launch("prefill_attention", prefill_float32_kernel<decltype(dim)::value>, float32_grid(in),
-           stream, params, exponent_scale(in));
   });
 }
 

@@ -1,24 +1,26 @@
-// Attention of a row and head in float32 by CUDA cores: a block walks the tiles. Decode and prefill
-// share all but where the row's own key and value come from.
-#pragma once
-
+// One block for a row and head walks the tiles. Decode and prefill share all but where the row's
+// own key and value come from.
+#include "attention_float32.cuh"
 #include "attention_math.cuh"
+#include "dispatch.cuh"
 #include "fold_states.cuh"
 #include "launch.cuh"
 #include "rope.cuh"
 
 namespace slotwise::cuda {
+namespace {
 
-constexpr int kFloat32Threads = kAttentionTile;  // a thread for a position of a tile
+constexpr int kTile = kAttentionTile;
+constexpr int kThreads = kTile;  // one for a position of a tile
 
 template <int D>
 struct Float32Shared {
   float query[D];
   float key[D];    // of the row's own position, and used only in decode: the block that writes it
   float value[D];  // to the cache is another
-  float weights[kAttentionTile];
-  float max[kFloat32Threads / 32];
-  float sum[kFloat32Threads / 32];
+  float weights[kTile];
+  float max[kThreads / 32];
+  float sum[kThreads / 32];
 };
 
 template <int D>
@@ -39,11 +41,11 @@ class Float32Row {
         lane_(thread_ % 32) {}
 
   __device__ void clear() {
-    for (int d = thread_; d < D; d += kFloat32Threads) out()[d] = 0.0f;
+    for (int d = thread_; d < D; d += kThreads) out()[d] = 0.0f;
   }
 
   __device__ void load_query() {
-    for (int d = thread_; d < D; d += kFloat32Threads) shared_.query[d] = qkv(head_)[d];
+    for (int d = thread_; d < D; d += kThreads) shared_.query[d] = qkv(head_)[d];
   }
 
   // Norms, rotates and appends what rope_append would.
@@ -67,7 +69,7 @@ class Float32Row {
   // `own` says where the row's own key and value are: in shared memory, or in the cache.
   __device__ void attend(int position, bool own) {
     float max, sum, total[kColumns];
-    for (int first = 0; first <= position; first += kAttentionTile) {
+    for (int first = 0; first <= position; first += kTile) {
       float part[kColumns];
       __syncthreads();
       const int j = first + thread_;
@@ -89,13 +91,13 @@ class Float32Row {
       }
     }
     for (int i = 0; i < kColumns; ++i) {
-      const int d = thread_ + i * kFloat32Threads;
+      const int d = thread_ + i * kThreads;
       if (d < D) out()[d] = finish(total[i], inverse(sum));
     }
   }
 
  private:
-  static constexpr int kColumns = (D + kFloat32Threads - 1) / kFloat32Threads;
+  static constexpr int kColumns = (D + kThreads - 1) / kThreads;
 
   __device__ const float* qkv(int head) const {
     const int64_t heads = in_.num_q_heads + 2 * cache_.num_kv_heads;
@@ -134,9 +136,9 @@ class Float32Row {
   }
 
   __device__ void weigh(int first, int position, bool own, float (&part)[kColumns]) const {
-    const int count = min(kAttentionTile, position + 1 - first);
+    const int count = min(kTile, position + 1 - first);
     for (int i = 0; i < kColumns; ++i) {
-      const int d = thread_ + i * kFloat32Threads;
+      const int d = thread_ + i * kThreads;
       part[i] = 0.0f;
       for (int j = 0; j < count && d < D; ++j) {
         const float* v = own && first + j == position ? shared_.value : value(first + j);
@@ -155,7 +157,7 @@ class Float32Row {
 };
 
 template <int D>
-__global__ __launch_bounds__(kFloat32Threads) void decode_float32_kernel(
+__global__ __launch_bounds__(kThreads) void decode_float32_kernel(
     const __grid_constant__ DecodeAttentionParams params, float c) {
   __shared__ Float32Shared<D> shared;
   start_successor();
@@ -169,7 +171,7 @@ __global__ __launch_bounds__(kFloat32Threads) void decode_float32_kernel(
 }
 
 template <int D>
-__global__ __launch_bounds__(kFloat32Threads) void prefill_float32_kernel(
+__global__ __launch_bounds__(kThreads) void prefill_float32_kernel(
     const __grid_constant__ ChunkParams params, float c) {
   __shared__ Float32Shared<D> shared;
   start_successor();
@@ -178,6 +180,34 @@ __global__ __launch_bounds__(kFloat32Threads) void prefill_float32_kernel(
   Float32Row<D> row(params.input, params.slot, index, static_cast<int>(blockIdx.y), c, shared);
   row.load_query();
   row.attend(static_cast<int>(params.start) + index, false);
+}
+
+// One block for a row and head.
+Grid blocks_of(const AttentionInput& in) {
+  return {dim3(static_cast<unsigned>(in.num_rows), static_cast<unsigned>(in.num_q_heads)),
+          kThreads};
+}
+
+float exponent_scale(const AttentionInput& in) { return in.scale * 1.4426950408889634f; }
+
+}  // namespace
+
+void decode_attention_float32(const DecodeAttentionParams& params, Stream stream) {
+  const AttentionInput& in = params.input;
+  for_head_dim("decode_attention", in.cache.head_dim, [&](auto dim) {
+    launch("decode_attention", decode_float32_kernel<decltype(dim)::value>, blocks_of(in), stream,
+           params, exponent_scale(in));
+  });
+}
+
+void prefill_attention_float32(const ChunkParams& params, Stream stream) {
+  const AttentionInput& in = params.input;
+  if (in.num_rows == 0) return;
+  check_cache("prefill_attention", in.cache);
+  for_head_dim("prefill_attention", in.cache.head_dim, [&](auto dim) {
+    launch("prefill_attention", prefill_float32_kernel<decltype(dim)::value>, blocks_of(in), stream,
+           params, exponent_scale(in));
+  });
 }
 
 }  // namespace slotwise::cuda
