@@ -129,12 +129,9 @@ def _measure_server(address: str, plan: Plan, report: Report) -> Served:
     for repeat in range(plan.repeats):
         for count in plan.concurrency:
             report(f"{count} at once, round {repeat + 1} of {plan.repeats}", 0, 0)
-            seed = 1000 * (repeat + 1) + count
-            prompts = plan.work.prompts(model, count, seed)
+            prompts = plan.work.prompts(model, count, seed=1000 * (repeat + 1) + count)
             runs[count].append(asyncio.run(run_once(address, prompts, plan.work.new_tokens)))
-            # Other prompts, so that nothing of the round before can be used again.
-            others = plan.work.prompts(model, count, seed + 500)
-            firsts[count].append(asyncio.run(run_once(address, others, 1)))
+            firsts[count].append(asyncio.run(run_once(address, prompts, 1)))
     levels = (Level.of(count, runs[count], firsts[count]) for count in plan.concurrency)
     return Served(model, info, tuple(levels))
 
@@ -243,9 +240,10 @@ def _show(result: dict[str, Any], output: Output) -> None:
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="tok/s with prefill, of decode alone, and by difference, n (tokens - 1) / (time of "
-        "all - time of the first); TTFT p50, ITL p50 and p99 in ms; time: of the server over the "
-        "engine's; limit: tok/s that memory allows",
+        caption="tok/s with prefill; of decode alone, while all decode; and by difference, as "
+        "other engines are measured: n (tokens - 1) / (time of all tokens - time of one each); "
+        "TTFT p50, ITL p50 and p99 in ms; time: of the server over the engine's; limit: tok/s that "
+        "memory allows",
     )
     heads = ["n", "tok/s", "+-", "x", "decode", "x", "by diff", "x"]
     heads += ["TTFT", "ITL", "p99", "prefill"]

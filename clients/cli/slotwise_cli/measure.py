@@ -178,15 +178,17 @@ class Level:
     itl_ms_p50: float
     itl_ms_p99: float
     prefill_share: float
-    # The same rate as others reckon it, from two rounds: n x (tokens - 1) / (time of all tokens -
-    # time of the first ones). None where that was not measured, or is no time at all.
+    # Wall time of the same prompts when each asks for one token; None where it was not measured.
+    first_token_wall_ms: Spread | None
+    # Decode rate as other engines are measured, from these two medians: n x (tokens - 1) / (wall
+    # time - wall time of one token each). None where the difference is no time at all.
     difference_tokens_per_s: Spread | None
 
     @classmethod
     def of(cls, concurrency: int, runs: Sequence[Run], firsts: Sequence[Run] = ()) -> "Level":
         """At least one run, each of at least two tokens per request.
 
-        `firsts`: as many runs of the same size in which every request asked for one token.
+        `firsts`: as many runs of the same prompts in which every request asked for one token.
         """
         ttfts = [timeline.ttft_ms for run in runs for timeline in run.timelines]
         gaps = [gap for run in runs for timeline in run.timelines for gap in timeline.itl_ms]
@@ -200,19 +202,21 @@ class Level:
             itl_ms_p50=percentile(gaps, 50),
             itl_ms_p99=percentile(gaps, 99),
             prefill_share=statistics.median(run.prefill_share for run in runs),
-            difference_tokens_per_s=_by_difference(runs, firsts),
+            first_token_wall_ms=Spread.of([run.wall_s * 1e3 for run in firsts]) if firsts else None,
+            difference_tokens_per_s=_by_difference(runs, firsts) if firsts else None,
         )
 
 
 def _by_difference(runs: Sequence[Run], firsts: Sequence[Run]) -> Spread | None:
-    rates = []
-    for run, first in zip(runs, firsts, strict=bool(firsts)):
-        seconds = run.wall_s - first.wall_s
-        tokens = sum(timeline.num_tokens - 1 for timeline in run.timelines)
-        if seconds <= 0:
-            return None
-        rates.append(tokens / seconds)
-    return Spread.of(rates) if rates else None
+    """The rate of the median times, and those of the single rounds that are farthest from it."""
+    tokens = sum(timeline.num_tokens - 1 for timeline in runs[0].timelines)
+    pairs = [(run.wall_s, first.wall_s) for run, first in zip(runs, firsts, strict=True)]
+    middle = tuple(statistics.median(times) for times in zip(*pairs, strict=True))
+    seconds = [whole - first for whole, first in (middle, *pairs)]
+    if min(seconds) <= 0:
+        return None
+    rates = [tokens / difference for difference in seconds]
+    return Spread(rates[0], min(rates), max(rates))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

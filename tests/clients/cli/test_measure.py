@@ -57,9 +57,18 @@ def test_the_rate_by_difference_leaves_the_first_tokens_out():
     run = Run((timeline(0.0, (1.0, 1), (6.0, 4)), timeline(0.0, (2.0, 1), (7.0, 4))), 0.5)
     first = Run((timeline(5.0, (6.0, 1)), timeline(5.0, (7.0, 1))), 1.0)
     # 2 x 4 tokens in 7 - 2 s.
-    assert Level.of(2, [run], [first]).difference_tokens_per_s == Spread(1.6, 1.6, 1.6)
+    level = Level.of(2, [run], [first])
+    assert level.difference_tokens_per_s == Spread(1.6, 1.6, 1.6)
+    assert level.first_token_wall_ms == Spread(2000, 2000, 2000)
     assert Level.of(2, [run]).difference_tokens_per_s is None
     assert Level.of(2, [run], [run]).difference_tokens_per_s is None
+
+
+def test_the_rate_by_difference_is_of_the_median_times():
+    runs = [Run((timeline(0.0, (1.0, 1), (wall, 12)),), 0.5) for wall in (14.0, 7.0, 8.0)]
+    firsts = [Run((timeline(0.0, (wall, 1)),), 1.0) for wall in (2.0, 1.0, 6.0)]
+    # 12 tokens in 8 - 2 s; in the single rounds in 12, 6 and 2 s.
+    assert Level.of(1, runs, firsts).difference_tokens_per_s == Spread(2.0, 1.0, 6.0)
 
 
 def test_prompts_are_of_the_length_distinct_and_repeatable():
