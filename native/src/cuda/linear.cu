@@ -2,8 +2,8 @@
 //
 // A block owns tiles of `rows` weight rows and walks K through them once, a step of `slabs` slabs
 // of 64 at a time. One thread streams weights and tokens into a ring of stages in shared memory;
-// one warpgroup multiplies, 64 weight rows (A) by 8 or 16 tokens (B) by 16 of K an instruction.
-// Each output is one chain of these along K; nothing about it depends on the other tokens or rows.
+// warpgroups multiply, 64 weight rows (A) by 8 or 16 tokens (B) by 16 of K an instruction. Each
+// output is one chain of these along K; nothing about it depends on the other tokens or rows.
 //
 // The weights of the first stages are asked for before the previous kernel has ended: only tokens
 // depend on it. A block keeps to half of an SM's shared memory, so that it fits beside one of the
@@ -20,7 +20,8 @@ namespace {
 constexpr int kSlab = 64;       // K of a slab; its rows are as wide as the swizzle, 128 bytes
 constexpr int kRowBytes = 128;  // of a slab
 constexpr int kWgmmaRows = 64;  // weight rows an instruction multiplies
-constexpr int kMaxGroups = 3;  // warpgroups that multiply, 64 rows each
+constexpr int kMinRows = 16;    // of a tile
+constexpr int kMaxGroups = 3;   // warpgroups that multiply, 64 rows each
 constexpr int kGroupThreads = 128;
 constexpr int kMaxStages = 32;
 constexpr int kBarrierBytes = 16;  // of a stage: full and empty
@@ -62,15 +63,17 @@ Plan cut(int tokens, int rows, int tiles_per_block, int slabs, int64_t n, int64_
   return plan;
 }
 
-// All SMs get the same number of tiles, and tiles are as high as the registers allow.
+// All SMs get the same number of tiles, in the fewest rounds. Where N has not even kMinRows for
+// each SM, fewer blocks are faster: all of them read x.
 Plan make_plan(int64_t num_rows, int64_t n, int64_t k, int num_sms) {
   const int64_t groups = n / 8;
   const int tiles_per_block = ceil_div(groups, num_sms * kMaxGroups * (kWgmmaRows / 8));
-  const int rows = 8 * ceil_div(groups, num_sms * tiles_per_block);
+  const int rows = std::max(kMinRows, 8 * ceil_div(groups, num_sms * tiles_per_block));
   const int slabs = std::min(ceil_div(k, kSlab), ceil_div(kStepBytes, rows * kRowBytes));
   return cut(num_rows <= 8 ? 8 : 16, rows, tiles_per_block, slabs, n, k);
 }
 
+// What a kernel is given besides the tensor maps.
 struct Args {
   Plan plan;
   int num_rows;
@@ -248,6 +251,7 @@ __device__ __forceinline__ void consume(const Args& args, Ring ring, int group) 
     float c[kTokens / 2] = {};
     int slab = 0;  // of the stage
     int left = args.num_slabs;
+    // Not a loop that may run zero times: the compiler would have each product end before the next.
 #pragma unroll 1
     do {
       if (slab == 0) barrier_wait(ring.full(), ring.parity());
@@ -261,7 +265,7 @@ __device__ __forceinline__ void consume(const Args& args, Ring ring, int group) 
         multiply<T>(c, a + offset, b + offset);
       }
       end_group();
-      wait_groups<1>();
+      wait_groups<1>();  // those of the stage before are done
       if (slab == 0 && last_empty != 0 && threadIdx.x % 32 == 0) barrier_arrive(last_empty);
       if (++slab == plan.slabs || left == 1) {
         slab = 0;
