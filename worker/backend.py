@@ -14,6 +14,7 @@ from worker.batch import ForwardBatch
 
 if TYPE_CHECKING:
     from worker.attention import SlotCache
+    from worker.memory_plan import ServingLimits
     from worker.weights import LayerWeights
 
 
@@ -61,6 +62,12 @@ class Backend(Protocol[W]):
 
     def num_rows(self, count: int) -> int:
         """Rows to run for `count` rows of work: as many, or more where that is faster."""
+
+    def forward_rows(self, limits: ServingLimits) -> int:
+        """The most rows of a forward."""
+
+    def sampled_rows(self, limits: ServingLimits) -> int:
+        """The most rows that are sampled from."""
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> W:
         """Weight [N, K] and bias [N]."""

@@ -143,6 +143,7 @@ def main_bench(arguments: list[str]) -> int:
         max_seq_len=parsed.max_seq_len or longest,
         weight_dtype=parsed.dtype,
         kv_dtype=parsed.kv_dtype,
+        max_step_tokens=parsed.max_step_tokens,
     )
     info = rank.configure(setup, lambda *_: None, lambda: False)
     driver = _Driver(rank.executor)
@@ -173,7 +174,6 @@ def main_plan(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker plan")
     _add_model_arguments(parser)
     parser.add_argument("--num-slots", type=int, default=8)
-    parser.add_argument("--max-step-tokens", type=int, default=0, help="0: the device's")
     parser.add_argument("--tp", type=int, default=1)
     parsed = parser.parse_args(arguments)
     checkpoint = open_checkpoint(parsed.model)
@@ -213,6 +213,7 @@ def main_plan(arguments: list[str]) -> int:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
     parser.add_argument("--max-seq-len", type=int, default=0, help="0: as needed")
+    parser.add_argument("--max-step-tokens", type=int, default=0, help="0: the device's")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (by rank) or cuda:N")
     parser.add_argument("--kv-dtype", default="auto")

@@ -11,6 +11,7 @@ from torch import Tensor
 from worker._native import CpuOps, PackedWeight
 from worker.attention import Attention, SlotCache
 from worker.batch import ForwardBatch
+from worker.memory_plan import ServingLimits
 
 
 class CpuBackend(CpuOps):
@@ -29,6 +30,14 @@ class CpuBackend(CpuOps):
     def num_rows(self, count: int) -> int:
         """Rows to run for `count` rows of work."""
         return count
+
+    def forward_rows(self, limits: ServingLimits) -> int:
+        """The most rows of a forward."""
+        return max(limits.max_step_tokens, limits.num_slots)
+
+    def sampled_rows(self, limits: ServingLimits) -> int:
+        """The most rows that are sampled from."""
+        return limits.num_slots
 
     def pack_gate_up(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> PackedWeight:
         """The two matrices [I, H] of a gated feed-forward as one weight."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from worker import _native
 from worker.attention import CacheShape, SlotCache
 from worker.batch import ForwardBatch
+from worker.memory_plan import ServingLimits
 from worker.weights import TORCH_DTYPES, LayerWeights
 
 # Rows that the weight-streaming kernel takes at once.
@@ -75,6 +76,14 @@ class CudaBackend(_native.CudaOps):
             return count
         return -(-count // BLOCK_ROWS) * BLOCK_ROWS
 
+    def forward_rows(self, limits: ServingLimits) -> int:
+        """The most rows of a forward: every slot is a row where any decodes."""
+        return self.num_rows(limits.max_step_tokens + limits.num_slots)
+
+    def sampled_rows(self, limits: ServingLimits) -> int:
+        """The most rows that are sampled from: every slot, and the prompts that end."""
+        return self.num_rows(2 * limits.num_slots)
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> DeviceWeight:
         """Weight [N, K] and bias [N] on the device."""
         matrix = weight.to(self.device, self.dtype).contiguous()
@@ -94,12 +103,11 @@ class CudaBackend(_native.CudaOps):
         self, batch: ForwardBatch, weight: DeviceWeight, first_id: int, out: Tensor
     ) -> None:
         """The embeddings of the batch's tokens, or of the slot table's rows."""
-        if not isinstance(batch.table, _native.SlotTable):
-            self.embed(batch.token_ids, weight.matrix, first_id, out)
-        else:
-            slots = batch.num_decode_rows
+        slots = batch.num_decode_rows
+        if isinstance(batch.table, _native.SlotTable):
             self.embed_slots(batch.table, weight.matrix, first_id, out[:slots])
-            out[slots:].zero_()
+        if batch.num_rows > slots:
+            self.embed(batch.token_ids[slots:], weight.matrix, first_id, out[slots:])
 
     def linear(  # type: ignore[override]
         self, x: Tensor, weight: DeviceWeight, out: Tensor

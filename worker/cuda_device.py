@@ -31,10 +31,11 @@ class CudaDevice(Device):
     weight_dtypes = ("bfloat16", "float16", "float32")
     shares_memory = False
     # A chunk of 2,048 rows keeps the matrix units busy; beside decoding streams a smaller one keeps
-    # the gaps between their tokens small.
-    pace = Pace(2048, 512, 5_000_000)
+    # the gaps between their tokens small. With 32 slots or less it fills eight blocks of rows.
+    pace = Pace(2048, 8 * BLOCK_ROWS - 32, 5_000_000)
     footprint = Footprint(
         row_grid=BLOCK_ROWS,
+        all_slots_decode=True,
         float32_activations=False,
         attention_tile=128,
         # cuBLAS's workspace, the sampler's, the graph, what loading and the self-test leave.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from worker._native import CudaOps
 from worker.batch import SlotSetup
@@ -53,13 +54,16 @@ class CudaRunner:
         """Puts the work on the stream."""
         begin, end = _event(), _event()
         begin.record()
-        decode_rows = []
+        decode_rows: list[int] = []
+        sample_row = None
         if work.decode_slots:
             self._slots.schedule(work.decode_slots)
+        if work.chunks:
+            decode_rows, sample_row = self._prefill(work)
+        else:
             for _ in range(work.num_steps):
                 self._step()
                 decode_rows.append(self._slots.next_ring_row())
-        sample_row = self._prefill(work) if work.chunks else None
         end.record()
         return Started(work, begin, end, decode_rows, sample_row)
 
@@ -74,14 +78,24 @@ class CudaRunner:
             steps.append(_drawn(ring[started.sample_row].tolist(), sampled))
         return Outcome(steps, int(started.begin.elapsed_time(started.end) * 1e6))
 
-    def _prefill(self, work: StepWork) -> int | None:
-        logits = self.decoder.forward(self._slots.chunk_batch(work.chunks))
+    def _prefill(self, work: StepWork) -> tuple[list[int], int | None]:
+        """One forward of the chunks, and of all slots if some decode; the rows of the ring."""
+        decode_rows: list[int] = []
+        mixed = bool(work.decode_slots)
+        batch = self._slots.mixed_batch if mixed else self._slots.chunk_batch
+        logits = self.decoder.forward(batch(work.chunks))
+        if mixed:
+            self._sample(logits[: self._slots.num_slots], None)
+            decode_rows.append(self._slots.next_ring_row())
+            logits = logits[self._slots.num_slots :]
         sampled = [chunk for chunk in work.chunks if chunk.sample]
         if not sampled:
-            return None
-        slots = self._slots.arrive(sampled)
-        self._ops.sample(self._slots.table, logits[: len(sampled)], slots, self._workspace)
-        return self._slots.next_ring_row()
+            return decode_rows, None
+        self._sample(logits[: len(sampled)], self._slots.arrive(sampled))
+        return decode_rows, self._slots.next_ring_row()
+
+    def _sample(self, logits: Tensor, slots: Tensor | None) -> None:
+        self._ops.sample(self._slots.table, logits, slots, self._workspace)
 
     def _capture(self) -> Callable[[], None]:
         """A decode step as one launch."""
@@ -96,8 +110,7 @@ class CudaRunner:
         return graph.replay
 
     def _decode_step(self) -> None:
-        logits = self.decoder.forward(self._batch)[: self._slots.num_slots]
-        self._ops.sample(self._slots.table, logits, None, self._workspace)
+        self._sample(self.decoder.forward(self._batch)[: self._slots.num_slots], None)
 
 
 def _event() -> torch.cuda.Event:

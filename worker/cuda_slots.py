@@ -83,16 +83,7 @@ class CudaSlots:
 
     def decode_batch(self) -> ForwardBatch:
         """All slots as rows; the tensors keep their places, so the batch serves for ever."""
-        rows = self._ops.num_rows(self.num_slots)
-        return ForwardBatch(
-            token_ids=torch.full((rows,), -1, dtype=torch.int32, device=self._ops.device),
-            slots=torch.empty(0, dtype=torch.int32),
-            positions=self._ints["row_position"],
-            num_decode_rows=self.num_slots,
-            chunks=(),
-            sample_rows=None,
-            table=self.table,
-        )
+        return self._batch(self.num_slots, ())
 
     def row_batch(self, slot: int, position: int, token_id: int) -> tuple[ForwardBatch, int]:
         """A decode step of one slot, whatever the table says, and the row it has in it."""
@@ -104,25 +95,33 @@ class CudaSlots:
 
     def chunk_batch(self, chunks: tuple[PrefillChunk, ...]) -> ForwardBatch:
         """The rows of the chunks, one chunk after another."""
-        spans, sample_rows, first = [], [], 0
+        return self._batch(0, chunks)
+
+    def mixed_batch(self, chunks: tuple[PrefillChunk, ...]) -> ForwardBatch:
+        """All slots as decode rows, then the chunks: the weights are read once for both."""
+        return self._batch(self.num_slots, chunks)
+
+    def _batch(self, num_decode: int, chunks: tuple[PrefillChunk, ...]) -> ForwardBatch:
+        spans, sample_rows, first = [], list(range(num_decode)), num_decode
         for chunk in chunks:
             end = first + len(chunk.token_ids)
             spans.append(ChunkSpan(first, end, chunk.slot, chunk.start))
             if chunk.sample:
                 sample_rows.append(end - 1)
             first = end
+        # Rows that nobody asked for are idle, as the table's are in this array.
         token_ids = np.full(self._ops.num_rows(first), -1, dtype=np.int32)
         for chunk, span in zip(chunks, spans, strict=True):
             token_ids[span.first_row : span.end_row] = chunk.token_ids
-        unused = torch.empty(0, dtype=torch.int32)
         return ForwardBatch(
             token_ids=self._send(token_ids),
-            slots=unused,
-            positions=unused,
-            num_decode_rows=0,
+            slots=torch.empty(0, dtype=torch.int32),
+            positions=self._ints["row_position"],
+            num_decode_rows=num_decode,
             chunks=tuple(spans),
-            sample_rows=self._send(np.array(sample_rows, dtype=np.int64)),
-            sampled_chunks=last_rows(0, chunks),
+            sample_rows=self._send(np.array(sample_rows, dtype=np.int64)) if chunks else None,
+            sampled_chunks=last_rows(num_decode, chunks),
+            table=self.table if num_decode else None,
         )
 
     def arrive(self, chunks: list[PrefillChunk]) -> Tensor:

@@ -68,23 +68,21 @@ class Decoder:
         self.ops = ops
         self.cache = SlotCache(cache_shape(config, shard, limits), ops.device)
         self.group = group
-        slot_rows = ops.num_rows(limits.num_slots)
-        self._workspace = _workspace(
-            config, shard, ops, max(slot_rows, ops.num_rows(limits.max_step_tokens))
-        )
-        self._sampled_space = _workspace(config, shard, ops, slot_rows)
-        self._logits = ops.floats(slot_rows, config.vocab_size)
+        rows, sampled_rows = ops.forward_rows(limits), ops.sampled_rows(limits)
+        self._workspace = _workspace(config, shard, ops, rows)
+        self._sampled_space = _workspace(config, shard, ops, sampled_rows)
+        self._logits = ops.floats(sampled_rows, config.vocab_size)
         # A lone rank's columns are all columns: it writes them where they belong.
         alone = shard.world_size == 1
-        self._local_logits = self._logits if alone else ops.floats(slot_rows, shard.vocab.size)
+        self._local_logits = self._logits if alone else ops.floats(sampled_rows, shard.vocab.size)
         cos, sin = rope_tables(config.rope, config.head_dim, limits.max_seq_len)
         self.attention = ops.attention(
             self.cache, cos, sin, config.rms_norm_eps, config.head_dim**-0.5
         )
         group.reserve(
-            ops.num_rows(limits.max_step_tokens),
+            rows,
             config.hidden_size,
-            ops.num_rows(limits.num_slots),
+            sampled_rows,
             vocab_parts(config, shard.world_size),
         )
 

@@ -20,20 +20,22 @@ _LENGTH_GRID = 128
 class Footprint:
     """How a device uses memory beside weights and slots.
 
-    Forwards run in multiples of `row_grid` rows; activations are float32, or of the weights' type;
+    Forwards run in multiples of `row_grid` rows. `all_slots_decode`: every slot is a row of a
+    forward that decodes, beside its chunks. Activations are float32, or of the weights' type;
     attention keeps a float32 state per head and `attention_tile` positions of every slot (0: none).
     `reserve_bytes`: rounding by the allocator and what libraries take; `group_bytes`: what joining
     other ranks takes.
     """
 
     row_grid: int
+    all_slots_decode: bool
     float32_activations: bool
     attention_tile: int
     reserve_bytes: int
     group_bytes: int
 
 
-CPU_FOOTPRINT = Footprint(1, True, 0, 8 << 20, 0)
+CPU_FOOTPRINT = Footprint(1, False, True, 0, 8 << 20, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,11 @@ def _workspace_bytes(
         row += 4 * shard.world_size * hidden
         sample_row += 4 * (shard.world_size + 1) * widest
     tables = 4 * limits.max_seq_len * config.head_dim
-    rows = _on_grid(max(limits.max_step_tokens, limits.num_slots), footprint.row_grid)
-    total = rows * row + _on_grid(limits.num_slots, footprint.row_grid) * sample_row + tables
+    slots, rows = limits.num_slots, max(limits.max_step_tokens, limits.num_slots)
+    if footprint.all_slots_decode:
+        slots, rows = 2 * slots, rows + slots
+    grid = footprint.row_grid
+    total = _on_grid(rows, grid) * row + _on_grid(slots, grid) * sample_row + tables
     if footprint.attention_tile:
         tiles = -(-limits.max_seq_len // footprint.attention_tile)
         total += 4 * limits.num_slots * shard.q_heads.size * tiles * (config.head_dim + 2)
