@@ -10,11 +10,7 @@
 #include <string>
 
 #include "dispatch.cuh"
-#include "prefill_few.cuh"
-
-#ifndef SPLIT
-#define SPLIT 0
-#endif
+#include "prefill_split.cuh"
 
 namespace slotwise::cuda {
 
@@ -42,7 +38,7 @@ struct Ring {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // A place in the ring and the parity of its barriers' phase.
-struct Turn {
+struct Place {
   int stage = 0;
   int parity = 0;
 
@@ -57,11 +53,11 @@ struct Turn {
 template <int kDim>
 __device__ __forceinline__ void produce(const Ring<kDim>& ring, const TileMaps& maps, int num_tiles,
                                         int kv_head) {
-  Turn turn;
-  for (int step = 0; step < 2 * num_tiles; ++step, turn.next()) {
-    hopper::wait(ring.empty(turn.stage), turn.parity ^ 1);
-    copy_tile<kDim>(ring.tile(turn.stage), step % 2 == 0 ? maps.k : maps.v, step / 2, kv_head,
-                    ring.full(turn.stage));
+  Place place;
+  for (int step = 0; step < 2 * num_tiles; ++step, place.next()) {
+    hopper::wait(ring.empty(place.stage), place.parity ^ 1);
+    copy_tile<kDim>(ring.tile(place.stage), step % 2 == 0 ? maps.k : maps.v, step / 2, kv_head,
+                    ring.full(place.stage));
   }
 }
 
@@ -103,7 +99,7 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
     if (tile_start + kAttentionTile - 1 > first) mask_scores(s, rows, tile_start);
   };
 
-  Turn keys, values;
+  Place keys, values;
   values.next();
   hopper::wait(ring.full(keys.stage), keys.parity);
   hopper::fence_wgmma();
@@ -242,22 +238,40 @@ void launch_many(const TileMaps& maps, const PrefillArgs& args, int kv_heads, St
          stream, maps, args);
 }
 
-template <typename T, int kDim>
-void launch_few(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  const auto kernel = prefill_few_kernel<T, kDim>;
-  allow_shared("prefill_attention", kernel, FewLayout<kDim>::kBytes);
-  const dim3 blocks(kv_heads, (args.num_rows + kGroupRows - 1) / kGroupRows);
-  launch("prefill_attention", kernel,
-         {blocks, (kGroups + 1) * kGroupThreads, FewLayout<kDim>::kBytes}, stream, maps, args);
+// kTeams: 2 for at most 64 packed rows, else 1.
+template <typename T, int kDim, int kTeams>
+void launch_split(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
+  using Layout = SplitLayout<kDim, kTeams>;
+  const auto kernel = prefill_split_kernel<T, kDim, kTeams>;
+  allow_shared("prefill_attention", kernel, Layout::kBytes);
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kCluster, kv_heads, (args.num_rows + Layout::kRows - 1) / Layout::kRows);
+  config.blockDim = dim3(Layout::kThreads);
+  config.dynamicSmemBytes = Layout::kBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, kernel, maps, args), "prefill_attention");
 }
 
+// The tiles are split over clusters where there are many, and blocks so few that their clusters
+// take no more than half of the device: more might have to wait for each other.
 template <typename T, int kDim>
 void launch_dim(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  const int blocks = (args.num_rows + kGroupRows - 1) / kGroupRows * kv_heads;
-  if (SPLIT && blocks <= device_info().num_sms) {
-    launch_few<T, kDim>(maps, args, kv_heads, stream);
-  } else {
+  constexpr int kFewPositions = 4 * kAttentionTile;
+  const int num_positions = args.start + args.num_rows / args.group;
+  const int blocks = (args.num_rows + kBlockRows - 1) / kBlockRows * kv_heads;
+  if (num_positions <= kFewPositions || 2 * kCluster * blocks > device_info().num_sms) {
     launch_many<T, kDim>(maps, args, kv_heads, stream);
+  } else if (args.num_rows <= kGroupRows) {
+    launch_split<T, kDim, 2>(maps, args, kv_heads, stream);
+  } else {
+    launch_split<T, kDim, 1>(maps, args, kv_heads, stream);
   }
 }
 
