@@ -98,7 +98,7 @@ struct LinearParams {
   // out[t, i] = silu(y[2 i]) * y[2 i + 1] of the product's rounded outputs y, as silu_mul gives it.
   bool gated;
 };
-// Whether `linear` takes this size on this device: compute capability 9.0 or newer, 16-bit types,
+// Whether `linear` takes this size on this device: compute capability 9.x (Hopper), 16-bit types,
 // N a multiple of 8, K of 64, T <= kMaxLinearRows.
 bool linear_supported(int64_t num_rows, int64_t n, int64_t k, DType dtype);
 void linear(const LinearParams& params, Stream stream);
