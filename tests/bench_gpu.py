@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the ladder of issue 3 with its targets beside, then kernels and steps.
+"""`make bench-gpu`: the ladder with its targets beside, then kernels and steps.
 
 Random weights in the cache folder, made once. JSON and plots go to build/bench-gpu.
 """
@@ -22,7 +22,7 @@ CONCURRENCY = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Target:
-    """What issue 3 asks of one ladder, and what vLLM 0.24 did on the same card."""
+    """What is asked of one ladder, and what vLLM 0.24 did on the same card."""
 
     model: str
     prompt_tokens: int

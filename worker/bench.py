@@ -187,7 +187,7 @@ def main_plan(arguments: list[str]) -> int:
         max_step_tokens=parsed.max_step_tokens,
     )
     devices = [open_device(parsed.device, rank, default_threads()) for rank in range(parsed.tp)]
-    limits = resolve_limits(checkpoint, setup, devices[0].pace)
+    limits = resolve_limits(checkpoint, setup, devices[0])
     devices[0].check_model(checkpoint.config, limits)
     plans = [
         device.plan(checkpoint.config, shard_of(checkpoint.config, rank, parsed.tp), limits)

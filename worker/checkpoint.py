@@ -44,9 +44,9 @@ class Checkpoint:
 
     @property
     def weight_dtype(self) -> str:
-        """What "auto" means: "bfloat16" if the embedding is stored so, else "float32"."""
+        """The type of the embedding as stored: "bfloat16", "float16", else "float32"."""
         stored = self.tensors["model.embed_tokens.weight"].stored
-        return "bfloat16" if stored.dtype == "BF16" else "float32"
+        return {"BF16": "bfloat16", "F16": "float16"}.get(stored.dtype, "float32")
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

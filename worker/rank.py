@@ -105,7 +105,7 @@ class Rank:
             _LOG.warning("not read, not listed: %s", ", ".join(checkpoint.unlisted_files))
         shard = shard_of(checkpoint.config, setup.rank, setup.world_size)
         device = self._open_device(setup.rank)
-        limits = resolve_limits(checkpoint, setup, device.pace)
+        limits = resolve_limits(checkpoint, setup, device)
         device.check_model(checkpoint.config, limits)
         key = (checkpoint.fingerprint, setup.rank, setup.world_size, limits.weight_dtype)
         if self._loaded is not None and self._loaded.key != key:
@@ -214,11 +214,13 @@ class Rank:
         return self._loaded
 
 
-def resolve_limits(checkpoint: Checkpoint, setup: RankSetup, pace: Pace) -> ServingLimits:
+def resolve_limits(
+    checkpoint: Checkpoint, setup: RankSetup, device: Device | type[Device]
+) -> ServingLimits:
     """The settings in full. Raises SetupError naming the setting, its value and the limit."""
     if setup.num_slots < 1:
         raise SetupError(f"num_slots must be at least 1, not {setup.num_slots}")
-    max_step_tokens = setup.max_step_tokens or max(pace.max_step_tokens, setup.num_slots)
+    max_step_tokens = setup.max_step_tokens or max(device.pace.max_step_tokens, setup.num_slots)
     if max_step_tokens < setup.num_slots:
         raise SetupError(
             f"max_step_tokens {max_step_tokens} is less than num_slots {setup.num_slots}: "
@@ -229,7 +231,10 @@ def resolve_limits(checkpoint: Checkpoint, setup: RankSetup, pace: Pace) -> Serv
         raise SetupError(
             f"max_seq_len {setup.max_seq_len} is more than the model's {longest} positions"
         )
-    weight_dtype = checkpoint.weight_dtype if setup.weight_dtype == "auto" else setup.weight_dtype
+    weight_dtype = setup.weight_dtype
+    if weight_dtype == "auto":
+        stored = checkpoint.weight_dtype
+        weight_dtype = stored if stored in device.weight_dtypes else "float32"
     kv_dtype = weight_dtype if setup.kv_dtype == "auto" else setup.kv_dtype
     for name, dtype in (("weight_dtype", weight_dtype), ("kv_dtype", kv_dtype)):
         if dtype not in DTYPE_BYTES:

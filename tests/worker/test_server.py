@@ -259,10 +259,10 @@ async def test_the_rows_of_a_step_are_as_asked_or_what_suits_the_device(
 
 def test_many_slots_widen_the_step_unless_it_is_given(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_checkpoint(tmp_path / "model", "qwen3"))
-    limits = resolve_limits(checkpoint, RankSetup(1, num_slots=300), CpuDevice.pace)
+    limits = resolve_limits(checkpoint, RankSetup(1, num_slots=300), CpuDevice)
     assert limits.max_step_tokens == 300
     with pytest.raises(SetupError, match="max_step_tokens 299 is less than num_slots 300"):
-        resolve_limits(checkpoint, RankSetup(1, num_slots=300, max_step_tokens=299), CpuDevice.pace)
+        resolve_limits(checkpoint, RankSetup(1, num_slots=300, max_step_tokens=299), CpuDevice)
 
 
 @pytest.mark.parametrize(
