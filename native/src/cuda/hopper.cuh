@@ -1,170 +1,31 @@
-// The matrix instructions of Hopper (wgmma), its copies of tiles (TMA) and their barriers, as far
-// as prefill attention uses them. Tiles lie in shared memory in panels of 64 columns, 128 bytes a
-// row, the 16-byte chunks of a row permuted as CU_TENSOR_MAP_SWIZZLE_128B does.
+// Hopper's own instructions: copies of tiles (TMA) with their barriers, the products of a warpgroup
+// (wgmma), and what goes with them. Used by `linear` and by prefill attention.
+//
+// Tiles lie in shared memory in panels of 64 columns, 128 bytes a row, the 16-byte chunks of a row
+// permuted as CU_TENSOR_MAP_SWIZZLE_128B does.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
-namespace slotwise::cuda::hopper {
+#include "mma.cuh"
+
+namespace slotwise::cuda {
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
 
-__device__ __forceinline__ int panel_offset(int row, int chunk) {
-  return row * kPanelRowBytes + (chunk ^ (row & 7)) * 16;
-}
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Describes an operand in such panels. Rows of K elements (K-major): the step along K is 32 bytes
-// for 16 elements. Rows of M or N elements: 16 rows, and `panel_bytes` to the next 64 columns.
-__device__ __forceinline__ uint64_t operand(uint32_t address, int panel_bytes) {
-  constexpr uint64_t kSwizzle128 = 1;
-  constexpr uint64_t kEightRows = 8 * kPanelRowBytes;
-  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         (kEightRows >> 4) << 32 | kSwizzle128 << 62;
-}
+// ---- Barriers -----------------------------------------------------------------------------------
 
-__device__ __forceinline__ void fence_wgmma() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void commit_wgmma() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int kPending>
-__device__ __forceinline__ void wait_wgmma() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps the compiler from moving uses of registers over a wait.
-template <int N>
-__device__ __forceinline__ void pin(float (&r)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (float& x : r[n]) asm volatile("" : "+f"(x)::"memory");
-  }
-}
-template <int N>
-__device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (uint32_t& x : r[n]) asm volatile("" : "+r"(x)::"memory");
-  }
-}
-
-// d[64 x 128] = a[64 x 16] b[128 x 16]^T, + d where `add`; both K-major.
-template <typename T>
-__device__ __forceinline__ void multiply_128(float (&d)[16][4], uint64_t a, uint64_t b, int add);
-template <>
-__device__ __forceinline__ void multiply_128<__nv_bfloat16>(float (&d)[16][4], uint64_t a,
-                                                            uint64_t b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]),
-        "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]),
-        "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]), "+f"(d[14][0]),
-        "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]),
-        "+f"(d[15][2]), "+f"(d[15][3])
-      : "l"(a), "l"(b), "r"(add));
-}
-template <>
-__device__ __forceinline__ void multiply_128<__half>(float (&d)[16][4], uint64_t a, uint64_t b,
-                                                     int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, "
-      "%40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, "
-      "%56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]),
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]),
-        "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]),
-        "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]),
-        "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]), "+f"(d[14][0]),
-        "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]),
-        "+f"(d[15][2]), "+f"(d[15][3])
-      : "l"(a), "l"(b), "r"(add));
-}
-
-// d[64 x 64] = a[64 x 16] b[16 x 64], + d where `add`; a in registers, b in rows of N.
-template <typename T>
-__device__ __forceinline__ void multiply_64(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
-                                            int add);
-template <>
-__device__ __forceinline__ void multiply_64<__nv_bfloat16>(float (&d)[8][4], const uint32_t (&a)[4],
-                                                           uint64_t b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-template <>
-__device__ __forceinline__ void multiply_64<__half>(float (&d)[8][4], const uint32_t (&a)[4],
-                                                    uint64_t b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, "
-      "%8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, "
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
-        "+f"(d[7][2]), "+f"(d[7][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // Makes initialised barriers visible to the copies.
@@ -172,54 +33,26 @@ __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Makes ordinary stores to shared memory visible to the matrix instructions.
-__device__ __forceinline__ void fence_stores() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) {
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+// Arrives, and has the barrier wait for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void wait(uint32_t barrier, int parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
-      "{\n.reg .pred done;\n"
-      "WAIT:\n"
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra DONE;\n"
-      "bra WAIT;\n"
-      "DONE:\n}" ::"r"(barrier),
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-// A box of the tensor at (column, row, head).
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int column, int row,
-                                         int head, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(barrier)
-      : "memory");
-}
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
-template <int kCount>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
-template <int kCount>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 // Barriers among threads: 0 is __syncthreads.
@@ -231,13 +64,57 @@ __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void store_chunk(uint32_t to, const uint4& x) {
+// ---- Copies -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The box at (row, slab) of `map`, [slabs, rows, 64], to `target`.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int row, int slab,
+                                         uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(&map), "r"(0), "r"(row), "r"(slab), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// The box at (column, row, head).
+__device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, int column, int row,
+                                           int head, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(barrier)
+      : "memory");
+}
+
+// ---- Shared memory, also of the other blocks of a cluster ---------------------------------------
+
+__device__ __forceinline__ int panel_offset(int row, int chunk) {
+  return row * kPanelRowBytes + (chunk ^ (row & 7)) * 16;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w)
                : "memory");
 }
 
-__device__ __forceinline__ void store_pair(uint32_t to, float2 x) {
+__device__ __forceinline__ void store_shared(uint32_t to, float2 x) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x.x), "f"(x.y) : "memory");
 }
 
@@ -274,4 +151,174 @@ __device__ __forceinline__ void wait_cluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-}  // namespace slotwise::cuda::hopper
+// Makes ordinary stores to shared memory visible to the matrix instructions.
+__device__ __forceinline__ void fence_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- Products -----------------------------------------------------------------------------------
+
+// An operand in panels, from `address` on. Where rows are along K, 16 of K are 32 bytes further;
+// where they are along M or N, 16 of K are 16 rows further.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  constexpr uint64_t kGroupBytes = 8 * kPanelRowBytes;
+  return ((address & 0x3FFFF) >> 4) | uint64_t{1} << 16 | (kGroupBytes >> 4) << 32 |
+         uint64_t{1} << 62;
+}
+
+__device__ __forceinline__ void begin_multiplying() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void end_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until no more than kPending groups are left.
+template <int kPending>
+__device__ __forceinline__ void wait_groups() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers over a wait.
+template <int N>
+__device__ __forceinline__ void pin(float (&r)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (float& x : r[n]) asm volatile("" : "+f"(x)::"memory");
+  }
+}
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (uint32_t& x : r[n]) asm volatile("" : "+r"(x)::"memory");
+  }
+}
+
+// c += a * b: 64 rows of a, 8 or 16 of b, 16 of K.
+#define SLOTWISE_WGMMA_8(TYPE)                                   \
+  asm volatile(                                                  \
+      "{\n"                                                      \
+      ".reg .pred add;\n"                                        \
+      "setp.eq.u32 add, 0, 0;\n"                                 \
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE \
+      " {%0, %1, %2, %3}, %4, %5, add, 1, 1, 0, 0;\n"            \
+      "}\n"                                                      \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])           \
+      : "l"(a), "l"(b))
+#define SLOTWISE_WGMMA_16(TYPE)                                                             \
+  asm volatile(                                                                             \
+      "{\n"                                                                                 \
+      ".reg .pred add;\n"                                                                   \
+      "setp.eq.u32 add, 0, 0;\n"                                                            \
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE                           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1, 0, 0;\n"                       \
+      "}\n"                                                                                 \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), \
+        "+f"(c[7])                                                                          \
+      : "l"(a), "l"(b))
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[4], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLOTWISE_WGMMA_8("f16");
+  } else {
+    SLOTWISE_WGMMA_8("bf16");
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[8], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLOTWISE_WGMMA_16("f16");
+  } else {
+    SLOTWISE_WGMMA_16("bf16");
+  }
+}
+
+// d[64 x 128] = a[64 x 16] b[128 x 16]^T, + d where `add`; rows of both along K.
+#define SLOTWISE_WGMMA_128(TYPE)                                                                  \
+  asm volatile(                                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, "                                                        \
+      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                  \
+      "%24, %25, %26, %27, %28, %29, %30, %31, "                                                  \
+      "%32, %33, %34, %35, %36, %37, %38, %39, "                                                  \
+      "%40, %41, %42, %43, %44, %45, %46, %47, "                                                  \
+      "%48, %49, %50, %51, %52, %53, %54, %55, "                                                  \
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "                                                 \
+      "%64, %65, p, 1, 1, 0, 0;\n}"                                                               \
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), \
+        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), \
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), \
+        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), \
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), \
+        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), \
+        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]),               \
+        "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]),           \
+        "+f"(d[11][2]), "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]),           \
+        "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),           \
+        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]),           \
+        "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])                                            \
+      : "l"(a), "l"(b), "r"(add))
+
+template <typename T>
+__device__ __forceinline__ void multiply_128(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLOTWISE_WGMMA_128("f16");
+  } else {
+    SLOTWISE_WGMMA_128("bf16");
+  }
+}
+
+// d[64 x 64] = a[64 x 16] b[16 x 64], + d where `add`; a in registers, rows of b along N.
+#define SLOTWISE_WGMMA_64(TYPE)                                                                   \
+  asm volatile(                                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                 \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, "                                                        \
+      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                  \
+      "%24, %25, %26, %27, %28, %29, %30, %31}, "                                                 \
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"                                                 \
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), \
+        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), \
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), \
+        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), \
+        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), \
+        "+f"(d[7][2]), "+f"(d[7][3])                                                              \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+template <typename T>
+__device__ __forceinline__ void multiply_64(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
+                                            int add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLOTWISE_WGMMA_64("f16");
+  } else {
+    SLOTWISE_WGMMA_64("bf16");
+  }
+}
+
+#undef SLOTWISE_WGMMA_8
+#undef SLOTWISE_WGMMA_16
+#undef SLOTWISE_WGMMA_128
+#undef SLOTWISE_WGMMA_64
+
+template <int kCount>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <int kCount>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+#endif  // sm_90a
+
+}  // namespace slotwise::cuda

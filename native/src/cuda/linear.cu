@@ -10,8 +10,8 @@
 // previous kernel.
 #include <algorithm>
 
+#include "hopper.cuh"
 #include "launch.cuh"
-#include "linear_hopper.cuh"
 #include "silu.cuh"
 
 namespace slotwise::cuda {

@@ -55,14 +55,14 @@ __device__ __forceinline__ void produce(const Ring<kDim>& ring, const TileMaps& 
                                         int kv_head) {
   Place place;
   for (int step = 0; step < 2 * num_tiles; ++step, place.next()) {
-    hopper::wait(ring.empty(place.stage), place.parity ^ 1);
+    barrier_wait(ring.empty(place.stage), place.parity ^ 1);
     copy_tile<kDim>(ring.tile(place.stage), step % 2 == 0 ? maps.k : maps.v, step / 2, kv_head,
                     ring.full(place.stage));
   }
 }
 
 __device__ __forceinline__ void release(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) hopper::arrive(barrier);
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
 template <typename T, int kDim>
@@ -71,10 +71,10 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
   using Tile = TileLayout<kDim>;
   const int thread = threadIdx.x % kGroupThreads;
   const int group_row = block_row + kGroupRows * group;
-  const uint32_t q = ring.q() + kGroupRows * group * hopper::kPanelRowBytes;
+  const uint32_t q = ring.q() + kGroupRows * group * kPanelRowBytes;
   load_queries<T, kDim>(args, q, Tile::kPanelBytes, group_row, kGroupRows, kv_head, thread,
                         kGroupThreads);
-  hopper::sync_threads(1 + group, kGroupThreads);
+  sync_threads(1 + group, kGroupThreads);
   if (group == 1) pass_turn(group);
 
   const int row = group_row + thread / 32 * 16 + thread % 32 / 4;
@@ -101,60 +101,60 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
 
   Place keys, values;
   values.next();
-  hopper::wait(ring.full(keys.stage), keys.parity);
-  hopper::fence_wgmma();
+  barrier_wait(ring.full(keys.stage), keys.parity);
+  begin_multiplying();
   begin_scores<T, kDim>(s, q, Tile::kPanelBytes, ring.tile(keys.stage));
-  hopper::wait_wgmma<0>();
-  hopper::pin(s);
+  wait_groups<0>();
+  pin(s);
   release(ring.empty(keys.stage));
   mask(0);
   weigh(0);
   for (int tile = 1; tile < num_tiles; ++tile) {
     keys.next();
     keys.next();
-    hopper::wait(ring.full(values.stage), values.parity);
-    hopper::wait(ring.full(keys.stage), keys.parity);
+    barrier_wait(ring.full(values.stage), values.parity);
+    barrier_wait(ring.full(keys.stage), keys.parity);
     const uint32_t v = ring.tile(values.stage);
     take_turn(group);
-    hopper::pin(p);
-    hopper::fence_wgmma();
+    pin(p);
+    begin_multiplying();
     begin_values<T>(o, p, v);
     begin_scores<T, kDim>(s, q, Tile::kPanelBytes, ring.tile(keys.stage));
-    hopper::wait_wgmma<1>();
-    hopper::pin(o);
+    wait_groups<1>();
+    pin(o);
     fold_columns(total, o, factors);
     if constexpr (Tile::kPanels > 1) {
-      hopper::pin(o);
-      hopper::fence_wgmma();
+      pin(o);
+      begin_multiplying();
       begin_values<T>(o, p, v + Tile::kPanelBytes);
-      hopper::wait_wgmma<1>();
+      wait_groups<1>();
     } else {
-      hopper::wait_wgmma<0>();
+      wait_groups<0>();
       pass_turn(group);
     }
-    hopper::pin(s);
+    pin(s);
     release(ring.empty(keys.stage));
     mask(tile);
     if constexpr (Tile::kPanels > 1) {
-      hopper::wait_wgmma<0>();
+      wait_groups<0>();
       pass_turn(group);
-      hopper::pin(o);
+      pin(o);
       fold_columns(total + 8, o, factors);
     }
-    hopper::pin(p);
+    pin(p);
     release(ring.empty(values.stage));
     weigh(tile);
     values.next();
     values.next();
   }
-  hopper::wait(ring.full(values.stage), values.parity);
+  barrier_wait(ring.full(values.stage), values.parity);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    hopper::pin(p);
-    hopper::fence_wgmma();
+    pin(p);
+    begin_multiplying();
     begin_values<T>(o, p, ring.tile(values.stage) + panel * Tile::kPanelBytes);
-    hopper::wait_wgmma<0>();
-    hopper::pin(o);
+    wait_groups<0>();
+    pin(o);
     fold_columns(total + 8 * panel, o, factors);
   }
   store_rows<T, kDim>(args, kv_head, row, total, totals);
@@ -170,13 +170,13 @@ __global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
   extern __shared__ char memory[];
   const Ring<kDim> ring{aligned_memory(memory)};
   if (threadIdx.x == 0) {
-    hopper::prefetch_map(maps.k);
-    hopper::prefetch_map(maps.v);
+    prefetch_map(maps.k);
+    prefetch_map(maps.v);
     for (int stage = 0; stage < kStages; ++stage) {
-      hopper::init_barrier(ring.full(stage), 1);
-      hopper::init_barrier(ring.empty(stage), 4 * kGroups);
+      barrier_init(ring.full(stage), 1);
+      barrier_init(ring.empty(stage), 4 * kGroups);
     }
-    hopper::fence_barriers();
+    fence_barriers();
   }
   wait_for_predecessor();
   start_successor();
@@ -187,10 +187,10 @@ __global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
   const int num_tiles = (end + kAttentionTile - 1) / kAttentionTile;
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;
   if (group < 0) {
-    hopper::fewer_registers<24>();
+    fewer_registers<24>();
     if (threadIdx.x == 0) produce(ring, maps, num_tiles, kv_head);
   } else {
-    hopper::more_registers<240>();
+    more_registers<240>();
     consume<T, kDim>(ring, args, num_tiles, block_row, kv_head, group);
   }
 #endif
@@ -215,7 +215,7 @@ CUtensorMap tile_map(const void* base, const CacheParams& cache, int64_t num_pos
                               static_cast<cuuint64_t>(cache.num_kv_heads)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * position_stride),
                                 static_cast<cuuint64_t>(2 * head_stride)};
-  const cuuint32_t box[] = {hopper::kPanelColumns, kAttentionTile, 1}, steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {kPanelColumns, kAttentionTile, 1}, steps[] = {1, 1, 1};
   const auto type = cache.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;

@@ -24,7 +24,7 @@ struct SplitLayout {
   static constexpr int kRowQuads = kDim / 4;           // float4s
   static constexpr int kItems = (kShareRows * kRowQuads + kThreads - 1) / kThreads;  // of a thread
 
-  static constexpr int kQueryPanelBytes = kRows * hopper::kPanelRowBytes;
+  static constexpr int kQueryPanelBytes = kRows * kPanelRowBytes;
   static constexpr int kTileBytes = TileLayout<kDim>::kBytes;
   static constexpr int kStateBytes = kRows * kDim * 4;
   static constexpr int kQueries = 0;  // offsets
@@ -60,10 +60,10 @@ __device__ __forceinline__ void fold_round(SplitTotals& totals, uint32_t base, i
   for (int i = 0; i < Layout::kRoundTiles; ++i) {
     if (first_tile + i >= last_tile) break;
     const int team = i % Layout::kTeamCount;
-    const uint32_t block = hopper::in_cluster(base, i / Layout::kTeamCount);
-    o[i] = hopper::load_cluster4(block + Layout::kStates + team * Layout::kStateBytes +
-                                 Layout::quad_offset(row, quad));
-    state[i] = hopper::load_cluster2(block + Layout::kRowStates + (team * Layout::kRows + row) * 8);
+    const uint32_t block = in_cluster(base, i / Layout::kTeamCount);
+    o[i] = load_cluster4(block + Layout::kStates + team * Layout::kStateBytes +
+                         Layout::quad_offset(row, quad));
+    state[i] = load_cluster2(block + Layout::kRowStates + (team * Layout::kRows + row) * 8);
   }
 #pragma unroll
   for (int i = 0; i < Layout::kRoundTiles; ++i) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void store_state(uint32_t to, int row, int panel,
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int quad = panel * 16 + 2 * n + lane / 2;
-      hopper::store_pair(to + Layout::quad_offset(row + 8 * r, quad) + lane % 2 * 8,
-                         {o[n][2 * r], o[n][2 * r + 1]});
+      store_shared(to + Layout::quad_offset(row + 8 * r, quad) + lane % 2 * 8,
+                   {o[n][2 * r], o[n][2 * r + 1]});
     }
   }
 }
@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   const uint32_t v = k + Layout::kTileBytes;
   const uint32_t k_full = base + Layout::kBarriers + 16 * team, v_full = k_full + 8;
   if (team_thread == 0) {
-    hopper::init_barrier(k_full, 1);
-    hopper::init_barrier(v_full, 1);
-    hopper::fence_barriers();
+    barrier_init(k_full, 1);
+    barrier_init(v_full, 1);
+    fence_barriers();
   }
   wait_for_predecessor();
   start_successor();
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   const int row = group_row + team_thread % kGroupThreads / 32 * 16 + lane / 4;
   const LaneRows rows(args, block_row + row);
   const int first = LaneRows::position_of(args, block_row + group_row);
-  const uint32_t q = base + Layout::kQueries + group_row * hopper::kPanelRowBytes;
+  const uint32_t q = base + Layout::kQueries + group_row * kPanelRowBytes;
   const uint32_t state = base + Layout::kStates + team * Layout::kStateBytes;
   const uint32_t row_state = base + Layout::kRowStates + team * Layout::kRows * 8;
   SplitTotals totals[Layout::kItems];
@@ -156,45 +156,45 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     uint32_t p[kSixteens][4];
     if (busy) {
       float s[kEights][4];
-      hopper::wait(k_full, parity);
-      hopper::fence_wgmma();
+      barrier_wait(k_full, parity);
+      begin_multiplying();
       begin_scores<T, kDim>(s, q, Layout::kQueryPanelBytes, k);
-      hopper::wait_wgmma<0>();
-      hopper::pin(s);
-      hopper::sync_threads(1 + team, Layout::kTeamThreads);
+      wait_groups<0>();
+      pin(s);
+      sync_threads(1 + team, Layout::kTeamThreads);
       if (team_thread == 0 && more) {
         copy_tile<kDim>(k, maps.k, tile + Layout::kRoundTiles, kv_head, k_full);
       }
       const int tile_start = tile * kAttentionTile;
       if (tile_start + kAttentionTile - 1 > first) mask_scores(s, rows, tile_start);
       states = weigh_tile<T>(s, p, rows, tile_start, args.c);
-      hopper::wait(v_full, parity);
+      barrier_wait(v_full, parity);
     }
     // The others have read this block's states of the round before.
-    if (first_tile > 0) hopper::wait_cluster();
+    if (first_tile > 0) wait_cluster();
     if (busy) {
 #pragma unroll
       for (int panel = 0; panel < TileLayout<kDim>::kPanels; ++panel) {
         float o[8][4];
-        hopper::pin(p);
-        hopper::fence_wgmma();
+        pin(p);
+        begin_multiplying();
         begin_values<T>(o, p, v + panel * TileLayout<kDim>::kPanelBytes);
-        hopper::wait_wgmma<0>();
-        hopper::pin(o);
+        wait_groups<0>();
+        pin(o);
         store_state<Layout>(state, row, panel, o);
       }
       if (lane % 4 == 0) {
         for (int r = 0; r < 2; ++r) {
-          hopper::store_pair(row_state + (row + 8 * r) * 8, {states.max[r], states.sum[r]});
+          store_shared(row_state + (row + 8 * r) * 8, {states.max[r], states.sum[r]});
         }
       }
-      hopper::sync_threads(1 + team, Layout::kTeamThreads);
+      sync_threads(1 + team, Layout::kTeamThreads);
       if (team_thread == 0 && more) {
         copy_tile<kDim>(v, maps.v, tile + Layout::kRoundTiles, kv_head, v_full);
       }
     }
-    hopper::arrive_cluster();
-    hopper::wait_cluster();
+    arrive_cluster();
+    wait_cluster();
 #pragma unroll
     for (int i = 0; i < Layout::kItems; ++i) {
       const int item = thread + i * Layout::kThreads;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
                          LaneRows::position_of(args, block_row + share_row), first_tile, num_tiles,
                          args.c);
     }
-    hopper::arrive_cluster();
+    arrive_cluster();
     tile += Layout::kRoundTiles;
     parity ^= 1;
   }
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     if (block_row + share_row >= args.num_rows) continue;
     store_quad<T, kDim>(args, kv_head, block_row + share_row, item % Layout::kRowQuads, totals[i]);
   }
-  hopper::wait_cluster();
+  wait_cluster();
 #endif
 }
 

@@ -19,8 +19,8 @@ struct TileMaps {
 // A tile of K or V in shared memory: panels of 128 positions and 64 columns.
 template <int kDim>
 struct TileLayout {
-  static constexpr int kPanels = kDim / hopper::kPanelColumns;
-  static constexpr int kPanelBytes = kAttentionTile * hopper::kPanelRowBytes;
+  static constexpr int kPanels = kDim / kPanelColumns;
+  static constexpr int kPanelBytes = kAttentionTile * kPanelRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
 };
 
@@ -36,11 +36,11 @@ __device__ __forceinline__ uint32_t aligned_memory(void* memory) {
 
 // The warpgroups' turns at the tensor cores.
 __device__ __forceinline__ void take_turn(int group) {
-  hopper::sync_threads(1 + kGroups + group, kGroups * kGroupThreads);
+  sync_threads(1 + kGroups + group, kGroups * kGroupThreads);
 }
 
 __device__ __forceinline__ void pass_turn(int group) {
-  hopper::arrive_threads(2 * kGroups - group, kGroups * kGroupThreads);
+  arrive_threads(2 * kGroups - group, kGroups * kGroupThreads);
 }
 
 // By one thread.
@@ -48,11 +48,11 @@ template <int kDim>
 __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap& map, int tile,
                                           int kv_head, uint32_t barrier) {
   using Tile = TileLayout<kDim>;
-  hopper::expect_bytes(barrier, Tile::kBytes);
+  barrier_expect(barrier, Tile::kBytes);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    hopper::copy_box(to + panel * Tile::kPanelBytes, map, panel * hopper::kPanelColumns,
-                     tile * kAttentionTile, kv_head, barrier);
+    copy_panel(to + panel * Tile::kPanelBytes, map, panel * kPanelColumns, tile * kAttentionTile,
+               kv_head, barrier);
   }
 }
 
@@ -69,10 +69,9 @@ __device__ __forceinline__ void load_queries(const PrefillArgs& args, uint32_t t
     if (row < args.num_rows) {
       x = reinterpret_cast<const uint4*>(query_row<T, kDim>(args, row, kv_head))[chunk];
     }
-    hopper::store_chunk(to + chunk / 8 * panel_bytes + hopper::panel_offset(i / kChunks, chunk % 8),
-                        x);
+    store_shared(to + chunk / 8 * panel_bytes + panel_offset(i / kChunks, chunk % 8), x);
   }
-  hopper::fence_stores();
+  fence_stores();
 }
 
 // s = q k^T.
@@ -82,11 +81,11 @@ __device__ __forceinline__ void begin_scores(float (&s)[kEights][4], uint32_t q,
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const int panel = step / 4, offset = step % 4 * 32;
-    hopper::multiply_128<T>(s, hopper::operand(q + panel * q_panel_bytes + offset, 16),
-                            hopper::operand(k + panel * TileLayout<kDim>::kPanelBytes + offset, 16),
-                            step > 0);
+    multiply_128<T>(s, matrix_descriptor(q + panel * q_panel_bytes + offset),
+                    matrix_descriptor(k + panel * TileLayout<kDim>::kPanelBytes + offset),
+                    step > 0);
   }
-  hopper::commit_wgmma();
+  end_group();
 }
 
 // o = p v for the columns of one panel.
@@ -95,10 +94,10 @@ __device__ __forceinline__ void begin_values(float (&o)[8][4], const uint32_t (&
                                              uint32_t panel) {
 #pragma unroll
   for (int step = 0; step < kSixteens; ++step) {
-    const uint32_t rows = panel + step * 16 * hopper::kPanelRowBytes;
-    hopper::multiply_64<T>(o, p[step], hopper::operand(rows, 16), step > 0);
+    const uint32_t rows = panel + step * 16 * kPanelRowBytes;
+    multiply_64<T>(o, p[step], matrix_descriptor(rows), step > 0);
   }
-  hopper::commit_wgmma();
+  end_group();
 }
 
 #endif  // sm_90a
