@@ -188,15 +188,13 @@ Grid blocks_of(const AttentionInput& in) {
           kThreads};
 }
 
-float exponent_scale(const AttentionInput& in) { return in.scale * 1.4426950408889634f; }
-
 }  // namespace
 
 void decode_attention_float32(const DecodeAttentionParams& params, Stream stream) {
   const AttentionInput& in = params.input;
   for_head_dim("decode_attention", in.cache.head_dim, [&](auto dim) {
     launch("decode_attention", decode_float32_kernel<decltype(dim)::value>, blocks_of(in), stream,
-           params, exponent_scale(in));
+           params, exponent_scale(in.scale));
   });
 }
 
@@ -206,7 +204,7 @@ void prefill_attention_float32(const ChunkParams& params, Stream stream) {
   check_cache("prefill_attention", in.cache);
   for_head_dim("prefill_attention", in.cache.head_dim, [&](auto dim) {
     launch("prefill_attention", prefill_float32_kernel<decltype(dim)::value>, blocks_of(in), stream,
-           params, exponent_scale(in));
+           params, exponent_scale(in.scale));
   });
 }
 

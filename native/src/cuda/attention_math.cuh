@@ -1,4 +1,5 @@
-// The arithmetic of attention, the same in every kernel, so that prefill and decode agree to the bit.
+// The arithmetic of attention, the same in every kernel, so that prefill and decode agree to the
+// bit.
 //
 // For one row (a query position and head) and one tile of kAttentionTile = 128 positions:
 //   s[j]  = q . k[j], products added along D in steps of 16 in order by the tensor cores, from 0;
@@ -9,7 +10,8 @@
 //           tile: lane q of a quad adds p[8 n + 2 q], then p[8 n + 2 q + 1], for n = 4 i .. 4 i + 3
 //           in order from 0; the tile's l of the lane is ((g0 + g1) + (g2 + g3)); and the quad's
 //           lanes are added last: x += shfl_xor(x, 1); x += shfl_xor(x, 2)
-//   o[d]  = sum of p[j], rounded to the cache's type, times v[j, d], added along j in steps of 16 in
+//   o[d]  = sum of p[j], rounded to the cache's type, times v[j, d], added along j in steps of 16
+//   in
 //           order by the tensor cores, from 0
 // The tiles' states (m, l, o) are folded in order, from the first:                  (fold_*)
 //   M' = max(M, m); a = exp2(M * c - M' * c); b = exp2(m * c - M' * c)
@@ -34,6 +36,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float weight_of(float s, float c, float max_c) {
   return exp2_fast(__fmaf_rn(s, c, -max_c));
 }
+
+// c, of the softmax scale; one product in float32 on the host.
+inline float exponent_scale(float scale) { return scale * 1.4426950408889634f; }
 
 struct FoldFactors {
   float max;  // M'

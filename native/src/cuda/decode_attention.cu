@@ -551,7 +551,7 @@ void decode_attention(const DecodeAttentionParams& params, Stream stream) {
   if (in.num_rows == 0 || cache.num_positions == 0) return;
   check_cache("decode_attention", cache);
   if (cache.dtype == DType::kFloat32) return decode_attention_float32(params, stream);
-  const float c = in.scale * 1.4426950408889634f;
+  const float c = exponent_scale(in.scale);
   for_head_dim("decode_attention", cache.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     if (cache.dtype == DType::kBFloat16) {

@@ -24,6 +24,9 @@ const DeviceInfo& device_info() {
       read(found[i].major, cudaDevAttrComputeCapabilityMajor);
       read(found[i].minor, cudaDevAttrComputeCapabilityMinor);
       read(found[i].num_sms, cudaDevAttrMultiProcessorCount);
+      int shared_bytes = 0;
+      read(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+      found[i].block_shared_bytes = static_cast<size_t>(shared_bytes);
     }
     return found;
   }();

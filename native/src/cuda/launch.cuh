@@ -5,6 +5,12 @@
 // anything a kernel may have written or may still read. Only weights and other constants may be
 // read before. start_successor() may come at any time; the successor waits for the whole
 // predecessor all the same.
+//
+// The exception: decode attention reads the positions and the cache's earlier rows before it waits.
+// Only kernels of earlier steps write these, and they are complete by then: a kernel starts when all
+// blocks of each one ahead of it have let their successors start or have ended, and embed_kernel,
+// the first of every step, lets its successors start after its own wait. So embed_kernel must not
+// start them earlier, and a step must not begin with another kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,6 +46,7 @@ struct DeviceInfo {
   int major;
   int minor;
   int num_sms;
+  size_t block_shared_bytes;  // at most, with allow_shared
 };
 
 // Of the current device.
@@ -49,21 +56,31 @@ struct Grid {
   dim3 blocks;
   int threads;
   size_t shared_bytes = 0;
+  unsigned cluster = 1;  // blocks along x
 };
 
 template <typename... Params, typename... Args>
 void launch(const char* what, void (*kernel)(Params...), const Grid& grid, Stream stream,
             Args&&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned num_attributes = 0;
+  if (device_info().major >= 9) {
+    cudaLaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[num_attributes++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {grid.cluster, 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid.blocks;
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = device_info().major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = num_attributes;
   check(cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...), what);
 }
 

@@ -13,6 +13,7 @@
 #include "hopper.cuh"
 #include "launch.cuh"
 #include "silu.cuh"
+#include "tensor_map.cuh"
 
 namespace slotwise::cuda {
 namespace {
@@ -305,46 +306,15 @@ __global__ void __launch_bounds__(kMaxGroups* kGroupThreads + 32)
 #endif
 }
 
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// From the driver that is there, so that nothing links to it.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                           cudaEnableDefault, &result),
-          "linear: finding cuTensorMapEncodeTiled");
-    if (result != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("linear: the driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<EncodeTiled>(function);
-  }();
-  return found;
-}
-
 // [rows, K] as [K / 64, rows, 64] in boxes of [slabs, box_rows, 64]; zeros outside.
 CUtensorMap map_matrix(const void* data, int64_t rows, int64_t k, int64_t stride, DType dtype,
                        int box_rows, int slabs) {
-  CUtensorMap map{};
   const cuuint64_t sizes[] = {kSlab, static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(k / kSlab)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride * 2), kRowBytes};
   const cuuint32_t box[] = {kSlab, static_cast<cuuint32_t>(box_rows),
                             static_cast<cuuint32_t>(slabs)};
-  const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result =
-      encode_tiled()(&map,
-                     dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                     3, const_cast<void*>(data), sizes, strides, box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("linear: no tensor map for these addresses and strides: error " +
-                             std::to_string(result));
-  }
-  return map;
+  return map_tensor("linear", data, dtype, sizes, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 using Kernel = void(const CUtensorMap, const CUtensorMap, const Args);

@@ -40,18 +40,24 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const void* row) {
+  load_matrices(m, shared_address(row));
+}
 
-__device__ __forceinline__ void load_transposed(uint32_t (&m)[4], const void* row) {
+__device__ __forceinline__ void load_transposed(uint32_t (&m)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&m)[4], const void* row) {
+  load_transposed(m, shared_address(row));
 }
 
 // c [16, 8] += a [16, 16] b [16, 8].

@@ -9,13 +9,11 @@
 #include "prefill_attention.cuh"
 
 namespace slotwise::cuda {
-
 namespace {
 
 constexpr int kMaxWarps = 8;
 constexpr int kMinWarps = 2;
 constexpr int kChunk = 8;  // elements to a copy of 16 bytes
-constexpr float kLog2E = 1.4426950408889634f;
 
 // The block's packed rows of q, zeros past the last.
 template <typename T, int kDim>
@@ -61,20 +59,6 @@ struct MatrixRow {
            (chunks % kTurns ^ turn) * kChunk * 2;
   }
 };
-
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void load_transposed(uint32_t (&m)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
-}
 
 // s = q k^T of the warp's 16 rows.
 template <typename T, int kDim>
@@ -203,14 +187,6 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const Prefil
   store_rows<T, kDim>(args, kv_head, warp_row + lane / 4, o, totals);
 }
 
-size_t shared_limit() {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "finding the current device");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "reading a device's properties");
-  return static_cast<size_t>(bytes);
-}
-
 template <typename T, int kDim, int kStages>
 void launch_prefill(const PrefillArgs& args, int kv_heads, int warps, Stream stream) {
   const int rows = 16 * warps;
@@ -236,7 +212,7 @@ void launch_dim(const PrefillArgs& args, int kv_heads, Stream stream) {
   constexpr int kFewStages = kDim > 128 ? 1 : 2;
   constexpr size_t kManyBytes =
       (2 * kFewStages * kAttentionTile + 16 * kMaxWarps) * kDim * sizeof(T);
-  if (shared_limit() >= kManyBytes) {
+  if (device_info().block_shared_bytes >= kManyBytes) {
     const int warps = choose_warps(args, kMaxWarps, kv_heads);
     launch_prefill<T, kDim, 2 * kFewStages>(args, kv_heads, warps, stream);
   } else {
@@ -265,7 +241,7 @@ PrefillArgs make_args(const ChunkParams& params) {
   args.group = static_cast<int>(input.num_q_heads / cache.num_kv_heads);
   args.num_rows = static_cast<int>(input.num_rows) * args.group;
   args.start = static_cast<int>(params.start);
-  args.c = input.scale * kLog2E;
+  args.c = exponent_scale(input.scale);
   return args;
 }
 

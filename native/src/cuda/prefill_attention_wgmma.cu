@@ -4,16 +4,11 @@
 // of tile 0, K of tile 1 and so on; two warpgroups of 64 rows multiply. The scores of the next tile
 // and the values of the last are in the tensor cores together; o is taken by halves to save
 // registers.
-#include <cudaTypedefs.h>
-
-#include <stdexcept>
-#include <string>
-
 #include "dispatch.cuh"
 #include "prefill_split.cuh"
+#include "tensor_map.cuh"
 
 namespace slotwise::cuda {
-
 namespace {
 
 constexpr int kBlockRows = kGroups * kGroupRows;
@@ -196,18 +191,6 @@ __global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
 #endif
 }
 
-PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
-  static const auto encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                           cudaEnableDefault, &found),
-          "finding cuTensorMapEncodeTiled");
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  return encoder;
-}
-
 CUtensorMap tile_map(const void* base, const CacheParams& cache, int64_t num_positions,
                      int64_t position_stride, int64_t head_stride) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(cache.head_dim),
@@ -215,18 +198,9 @@ CUtensorMap tile_map(const void* base, const CacheParams& cache, int64_t num_pos
                               static_cast<cuuint64_t>(cache.num_kv_heads)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * position_stride),
                                 static_cast<cuuint64_t>(2 * head_stride)};
-  const cuuint32_t box[] = {kPanelColumns, kAttentionTile, 1}, steps[] = {1, 1, 1};
-  const auto type = cache.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  CUtensorMap map;
-  const CUresult status =
-      map_encoder()(&map, type, 3, const_cast<void*>(base), sizes, strides, box, steps,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw std::runtime_error("prefill_attention: a tensor map: error " + std::to_string(status));
-  }
-  return map;
+  const cuuint32_t box[] = {kPanelColumns, kAttentionTile, 1};
+  return map_tensor("prefill_attention", base, cache.dtype, sizes, strides, box,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 template <typename T, int kDim>
@@ -244,19 +218,9 @@ void launch_split(const TileMaps& maps, const PrefillArgs& args, int kv_heads, S
   using Layout = SplitLayout<kDim, kTeams>;
   const auto kernel = prefill_split_kernel<T, kDim, kTeams>;
   allow_shared("prefill_attention", kernel, Layout::kBytes);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kCluster, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kCluster, kv_heads, (args.num_rows + Layout::kRows - 1) / Layout::kRows);
-  config.blockDim = dim3(Layout::kThreads);
-  config.dynamicSmemBytes = Layout::kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, kernel, maps, args), "prefill_attention");
+  const dim3 blocks(kCluster, kv_heads, (args.num_rows + Layout::kRows - 1) / Layout::kRows);
+  launch("prefill_attention", kernel, {blocks, Layout::kThreads, Layout::kBytes, kCluster}, stream,
+         maps, args);
 }
 
 // The tiles are split over clusters where there are many, and blocks so few that their clusters
