@@ -7,7 +7,6 @@
 #include "peers.cuh"
 
 namespace slotwise::cuda {
-
 namespace {
 
 // ---- Kernels ------------------------------------------------------------------------------------

@@ -157,8 +157,8 @@ class Float32Row {
 };
 
 template <int D>
-__global__ __launch_bounds__(kThreads) void decode_float32_kernel(
-    const __grid_constant__ DecodeAttentionParams params, float c) {
+__global__ void __launch_bounds__(kThreads)
+    decode_float32_kernel(const __grid_constant__ DecodeAttentionParams params, float c) {
   __shared__ Float32Shared<D> shared;
   start_successor();
   wait_for_predecessor();
@@ -171,8 +171,8 @@ __global__ __launch_bounds__(kThreads) void decode_float32_kernel(
 }
 
 template <int D>
-__global__ __launch_bounds__(kThreads) void prefill_float32_kernel(
-    const __grid_constant__ ChunkParams params, float c) {
+__global__ void __launch_bounds__(kThreads)
+    prefill_float32_kernel(const __grid_constant__ ChunkParams params, float c) {
   __shared__ Float32Shared<D> shared;
   start_successor();
   wait_for_predecessor();

@@ -1,5 +1,4 @@
-// The arithmetic of attention, the same in every kernel, so that prefill and decode agree to the
-// bit.
+// The arithmetic of attention, the same in every kernel: prefill and decode agree to the bit.
 //
 // For one row (a query position and head) and one tile of kAttentionTile = 128 positions:
 //   s[j]  = q . k[j], products added along D in steps of 16 in order by the tensor cores, from 0;
@@ -11,8 +10,7 @@
 //           in order from 0; the tile's l of the lane is ((g0 + g1) + (g2 + g3)); and the quad's
 //           lanes are added last: x += shfl_xor(x, 1); x += shfl_xor(x, 2)
 //   o[d]  = sum of p[j], rounded to the cache's type, times v[j, d], added along j in steps of 16
-//   in
-//           order by the tensor cores, from 0
+//           in order by the tensor cores, from 0
 // The tiles' states (m, l, o) are folded in order, from the first:                  (fold_*)
 //   M' = max(M, m); a = exp2(M * c - M' * c); b = exp2(m * c - M' * c)
 //   L' = fma(L, a, l * b); O'[d] = fma(O[d], a, o[d] * b)

@@ -1,3 +1,4 @@
+// The devices, and what launches need to know of them.
 #include <vector>
 
 #include "launch.cuh"

@@ -37,7 +37,8 @@ void dispatch(DType dtype, bool is_aligned, const Call& call) {
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) embed_kernel(EmbedParams p, SlotTable table) {
   // In this order: decode attention reads the cache and the positions before its own wait, the
-  // exception to launch.cuh's rule, and what wrote them is complete once this starts its successors.
+  // exception to launch.cuh's rule, and what wrote them is complete once this starts its
+  // successors.
   wait_for_predecessor();
   start_successor();
   const int64_t row = blockIdx.x;

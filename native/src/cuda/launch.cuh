@@ -7,10 +7,10 @@
 // predecessor all the same.
 //
 // The exception: decode attention reads the positions and the cache's earlier rows before it waits.
-// Only kernels of earlier steps write these, and they are complete by then: a kernel starts when all
-// blocks of each one ahead of it have let their successors start or have ended, and embed_kernel,
-// the first of every step, lets its successors start after its own wait. So embed_kernel must not
-// start them earlier, and a step must not begin with another kernel.
+// Only kernels of earlier steps write these, and they are complete by then: a kernel starts when
+// all blocks of each one ahead of it have let their successors start or have ended, and
+// embed_kernel, the first of every step, lets its successors start after its own wait. So
+// embed_kernel must not start them earlier, and a step must not begin with another kernel.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -30,8 +30,7 @@ constexpr int kPanelAlignment = 1024;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ __forceinline__ uint32_t aligned_memory(void* memory) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  return (address + kPanelAlignment - 1) / kPanelAlignment * kPanelAlignment;
+  return (shared_address(memory) + kPanelAlignment - 1) / kPanelAlignment * kPanelAlignment;
 }
 
 // The warpgroups' turns at the tensor cores.

@@ -10,7 +10,7 @@ constexpr int kWarps = 8;
 
 // One warp for a head of a row.
 template <typename T, int D>
-__global__ __launch_bounds__(kWarps * 32) void rope_append_kernel(ChunkParams params) {
+__global__ void __launch_bounds__(kWarps * 32) rope_append_kernel(ChunkParams params) {
   // No early start of the successor: decode attention reads the cache before its own wait.
   wait_for_predecessor();
   const AttentionInput& in = params.input;

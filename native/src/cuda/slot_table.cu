@@ -1,3 +1,4 @@
+// The start of a command; sample.cu moves the slots on.
 #include "launch.cuh"
 #include "slot_table.cuh"
 
