@@ -39,11 +39,11 @@ struct Plan {
   int tiles_per_block;
   int slabs;  // of a step
   int steps;  // of a tile
-  int stages;
-  int weight_bytes;  // of a stage
-  int x_bytes;
-  int ring_bytes;  // of all stages
-  int groups;
+  int stages = 0;
+  int weight_bytes = 0;  // of a stage
+  int x_bytes = 0;
+  int ring_bytes = 0;  // of all stages
+  int groups = 0;
 
   int blocks() const { return ceil_div(num_tiles, tiles_per_block); }
   int threads() const { return groups * kGroupThreads + 32; }
