@@ -65,6 +65,10 @@ class _Driver:
             else:
                 return time.perf_counter_ns() - started_ns, step_ms
 
+    def gaps_ns(self, count: int) -> list[int]:
+        """See Runner.gaps_ns."""
+        return self._executor.runner.gaps_ns(count)
+
     def _submit(
         self, rows: list[Row], by_slot: dict[int, _Sequence], steps_per_command: int
     ) -> Submitted:
@@ -239,6 +243,8 @@ def _measure(
 ) -> dict[str, object]:
     sequences = [_Sequence(slot, prompt, num_new) for slot, prompt in enumerate(prompts)]
     wall_ns, step_ms = driver.run(sequences, steps_per_command)
+    # Of one request every step after its prompt is a decode step of its own.
+    gaps_ns = driver.gaps_ns(num_new - 1) if len(sequences) == 1 else []
     ttft_ms = [sequence.token_times_ns[0] / 1e6 for sequence in sequences]
     prefill_ns = max(sequence.token_times_ns[0] for sequence in sequences)
     return {
@@ -250,4 +256,6 @@ def _measure(
         "step_ms_median": statistics.median(step_ms),
         "step_ms_max": max(step_ms),
         "prefill_share": prefill_ns / wall_ns,
+        "idle_us_median": statistics.median(gaps_ns) / 1e3 if gaps_ns else None,
+        "idle_us_max": max(gaps_ns) / 1e3 if gaps_ns else None,
     }

@@ -62,6 +62,10 @@ class CpuRunner:
         """What `start` gave."""
         return started
 
+    def gaps_ns(self, count: int) -> list[int]:
+        """The CPU never idles: the host is the device."""
+        return []
+
     def _step(self, slots: list[int], chunks: tuple[PrefillChunk, ...]) -> list[Drawn]:
         seats = ((slot, self._seats[slot]) for slot in slots)
         decode = [(slot, seat.num_computed, seat.last_token) for slot, seat in seats]

@@ -78,6 +78,11 @@ class CudaRunner:
             steps.append(_drawn(ring[started.sample_row].tolist(), sampled))
         return Outcome(steps, int(started.begin.elapsed_time(started.end) * 1e6))
 
+    def gaps_ns(self, count: int) -> list[int]:
+        """By the device's clock; the last `count` steps must have been nothing but decode steps."""
+        stamps = self._slots.last_stamps(count)
+        return list((stamps[1:, 0] - stamps[:-1, 1]).tolist())
+
     def _prefill(self, work: StepWork) -> tuple[list[int], int | None]:
         """One forward of the chunks, and of all slots if some decode; the rows of the ring."""
         decode_rows: list[int] = []

@@ -36,10 +36,9 @@ class CudaSlots:
         words = -(-vocab_size // 32)
         self._end_ids = torch.zeros(num_slots, words, dtype=torch.int32, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self._ring = torch.zeros(RING_ROWS, num_slots, dtype=torch.int32, pin_memory=True)
-        self._stamps = torch.zeros(RING_ROWS, 2, dtype=torch.int64, pin_memory=True)
+        self._ring = _pinned(torch.zeros(RING_ROWS, num_slots, dtype=torch.int32))
+        self._stamps = _pinned(torch.zeros(RING_ROWS, 2, dtype=torch.int64))
         self.ring = self._ring.numpy()
-        self.stamps = self._stamps.numpy()
         self._scheduled: frozenset[int] | None = None
         self._next_row = 0
         self.num_slots = num_slots
@@ -137,10 +136,20 @@ class CudaSlots:
         self._next_row = (row + 1) % RING_ROWS
         return row
 
+    def last_stamps(self, count: int) -> np.ndarray[Any, Any]:
+        """Begin and end of the last `count` steps by the device's clock, int64 [count, 2], in ns."""
+        rows = (np.arange(-count, 0) + self._next_row) % RING_ROWS
+        return self._stamps.numpy()[rows]
+
     def _send(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A copy on the device; the pinned one lives until the device has read it."""
-        pinned = torch.from_numpy(array).pin_memory()
+        pinned = _pinned(torch.from_numpy(array))
         return pinned.to(self._ops.device, non_blocking=True)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in memory that the device reads and writes by itself."""
+    return tensor.pin_memory()
 
 
 def _bitmap(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray[Any, Any]:

@@ -48,3 +48,6 @@ class Runner(Protocol):
 
         Raises StepError if it failed.
         """
+
+    def gaps_ns(self, count: int) -> list[int]:
+        """How long the device idled between each two of the last `count` decode steps, if it says."""

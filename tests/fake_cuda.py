@@ -1,0 +1,256 @@
+"""A GPU made of torch on the CPU: what CudaOps does, slowly, so that the host's side can be tested.
+
+Install it before worker.cuda_backend is imported. The arithmetic is float32; only the results'
+types are the device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker import _native
+
+IDLE, CORRUPTED = -2, -1
+
+
+class SlotTable:
+    """The native one's fields; ring and stamps by address."""
+
+    def __init__(self, *, ring: int, stamps: int, ring_rows: int, **fields: Any) -> None:
+        self.__dict__.update(fields)
+        self.num_slots = self.length.shape[0]
+        self.ring = _at(ring, np.int32, (ring_rows, self.num_slots))
+        self.stamps = _at(stamps, np.int64, (ring_rows, 2))
+        self.ring_rows = ring_rows
+
+
+class CudaOps:
+    """See worker/_native.pyi."""
+
+    stream_rows = 16
+
+    def __init__(self, device: int | None, stream: int) -> None:
+        self._cpu = _native.CpuOps(1)
+
+    def embed(self, token_ids: Tensor, weight: Tensor, first_id: int, out: Tensor) -> None:
+        ids = token_ids.long() - first_id
+        held = (ids >= 0) & (ids < weight.shape[0])
+        out.copy_(torch.where(held[:, None], weight[ids.clamp(0, weight.shape[0] - 1)].float(), 0))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        out.copy_(_normed(x, weight, eps))
+
+    def add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        residual += delta.float()
+        out.copy_(_normed(residual, weight, eps))
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        gate, up = gate_up[:, 0::2].float(), gate_up[:, 1::2].float()
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> None:
+        x.copy_(x.float() + bias)
+
+    def linear_supported(self, num_rows: int, weight: Tensor) -> bool:
+        return weight.dtype != torch.float32 and num_rows <= self.stream_rows
+
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
+        assert x.shape[0] <= self.stream_rows
+        product = x.float() @ weight.float().t()
+        if gated:
+            self.silu_mul(product.to(x.dtype), out)
+        else:
+            out.copy_(product)
+
+    @staticmethod
+    def decode_attention_workspace(slots: int, positions: int, heads: int, dim: int) -> int:
+        return 4
+
+    def decode_attention(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+        states: Tensor,
+        counters: Tensor,
+        out: Tensor,
+    ) -> None:
+        assert qkv.shape[0] == keys.shape[0] == positions.shape[0]
+        out.zero_()
+        for slot, position in enumerate(positions.tolist()):
+            if position < 0:
+                continue
+            row = qkv[slot : slot + 1].clone()
+            self.rope_append(row, q_norm, k_norm, eps, cos, sin, keys, values, slot, position)
+            self.prefill_attention(row, keys, values, slot, position, scale, out[slot : slot + 1])
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slot: int,
+        start: int,
+    ) -> None:
+        rows, heads, dim = qkv.shape[0], keys.shape[2], keys.shape[3]
+        by_head = qkv.view(rows, -1, dim)
+        end = start + rows
+        angles = cos[start:end, None], sin[start:end, None]
+        q, k, v = by_head[:, : -2 * heads], by_head[:, -2 * heads : -heads], by_head[:, -heads:]
+        keys[slot, start:end] = _rotated(_normed(k, k_norm, eps), *angles).to(keys.dtype)
+        values[slot, start:end] = v.to(values.dtype)
+        q.copy_(_rotated(_normed(q, q_norm, eps), *angles))
+
+    def prefill_attention(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slot: int,
+        start: int,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        rows, heads, dim = qkv.shape[0], keys.shape[2], keys.shape[3]
+        q = qkv.view(rows, -1, dim)[:, : -2 * heads].float()
+        group = q.shape[1] // heads
+        # A row at a time: its bits do not depend on the others.
+        for row, end in enumerate(range(start + 1, start + rows + 1)):
+            k = keys[slot, :end].float().repeat_interleave(group, 1)
+            v = values[slot, :end].float().repeat_interleave(group, 1)
+            weights = ((q[row] * k).sum(-1) * scale).softmax(0)
+            out.view(rows, -1, dim)[row] = (weights[:, :, None] * v).sum(0)
+
+    def begin_command(self, table: SlotTable) -> None:
+        rows = (table.scheduled == 1) & (table.active == 1)
+        table.row_token.copy_(torch.where(rows, table.last_token, -1))
+        table.row_position.copy_(torch.where(rows, table.length, -1))
+
+    def embed_slots(self, table: SlotTable, weight: Tensor, first_id: int, out: Tensor) -> None:
+        self.embed(table.row_token, weight, first_id, out)
+
+    @staticmethod
+    def sample_workspace(num_rows: int, vocab: int) -> int:
+        return 4
+
+    def sample(
+        self, table: SlotTable, logits: Tensor, slots: Tensor | None, workspace: Tensor
+    ) -> None:
+        drawn = np.full(table.num_slots, IDLE, dtype=np.int32)
+        if slots is None:
+            rows = [s for s, p in enumerate(table.row_position.tolist()) if p >= 0]
+            table.length[rows] += 1
+            pairs = [(slot, slot) for slot in rows]
+        else:
+            pairs = list(enumerate(slots.tolist()))
+        for row, slot in pairs:
+            drawn[slot] = self._draw(table, logits[row : row + 1], slot)
+            self._accept(table, slot, int(drawn[slot]))
+        row = int(table.counter) % table.ring_rows
+        table.ring[row] = drawn
+        table.counter += 1
+        self.begin_command(table)
+
+    def _draw(self, table: SlotTable, logits: Tensor, slot: int) -> int:
+        out, at = torch.zeros(1, dtype=torch.int32), slice(slot, slot + 1)
+        parameters = table.temperature, table.top_k, table.top_p, table.min_p, table.seed
+        self._cpu.sample(logits, *(p[at] for p in parameters), table.length[at].clone(), out)
+        return int(out)
+
+    def _accept(self, table: SlotTable, slot: int, token_id: int) -> None:
+        table.active[slot] = 0
+        if token_id == CORRUPTED:
+            return
+        ends = table.end_ids[slot, token_id // 32].item() >> (token_id % 32) & 1
+        table.last_token[slot] = token_id
+        table.active[slot] = int(not ends and table.length[slot] + 1 < table.max_len[slot])
+
+
+class Event:
+    """Of a stream on which everything is done at once."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0
+
+
+def install(monkeypatch: Any) -> None:
+    """Puts the fake in the place of the native library's GPU part, and of torch's."""
+    monkeypatch.setattr(_native, "CudaOps", CudaOps, raising=False)
+    monkeypatch.setattr(_native, "SlotTable", SlotTable, raising=False)
+    names = [f"worker.{name}" for name in ("cuda_backend", "cuda_slots", "cuda_runner")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    cuda_backend, cuda_slots, cuda_runner = map(importlib.import_module, names)
+    monkeypatch.setattr(cuda_backend, "fix_arithmetic", lambda: None)
+    monkeypatch.setattr(cuda_slots, "_pinned", lambda tensor: tensor.clone())
+    monkeypatch.setattr(cuda_runner, "_event", Event)
+
+
+def device() -> Any:
+    """A device that open_device may give: the fake GPU."""
+    from worker.cuda_backend import CudaBackend
+    from worker.cuda_runner import CudaRunner
+    from worker.cuda_slots import CudaSlots
+    from worker.device import CpuDevice
+    from worker.tensor_parallel import TensorParallelGroup
+
+    class Group(TensorParallelGroup):
+        capturable = False
+
+    class FakeGpu(CpuDevice):
+        weight_dtypes = ("bfloat16", "float16", "float32")
+
+        def backend(self, weight_dtype: str) -> Any:
+            stream: Any = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+            return CudaBackend(torch.device("cpu"), stream, weight_dtype)
+
+        def runner(self, decoder: Any) -> Any:
+            slots = CudaSlots(decoder.ops, decoder.limits.num_slots, decoder.config.vocab_size)
+            return CudaRunner(decoder, decoder.ops, slots), slots
+
+        def join_group(self, rendezvous: Any) -> Any:
+            return Group(0, 1, None, same_machine=True)
+
+    return FakeGpu(1)
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = x.float()
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _at(address: int, dtype: Any, shape: tuple[int, int]) -> Any:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_byte * size).from_address(address), dtype=dtype).reshape(shape)

@@ -1,0 +1,132 @@
+"""The GPU worker's host side (slot table, batches, commands that overlap) on a fake GPU.
+
+The same requests on the CPU worker are the reference: float32, so the tokens are equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+from worker_driver import Driver, by_slot, sampling
+
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from worker import rank
+from worker.batch import StepCommand
+from worker.device import CpuDevice
+
+SLOTS = 4
+PROMPTS = [
+    tuple((7 * seat + 31 * i) % VOCAB_SIZE for i in range(9 + 5 * seat)) for seat in range(4)
+]
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "seed": 2**63 + 5},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    return make_checkpoint(directory, request.param, hidden_size=384, head_dim=64, seed=3)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Driver:
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(rank, "open_device", lambda *_: fake_cuda.device())
+    driver = Driver(folder, num_slots=SLOTS, max_seq_len=64, max_step_tokens=48)
+    assert [test.name for test in driver.info.self_tests if not test.passed] == []
+    return unwatched(driver)
+
+
+def unwatched(driver: Driver) -> Driver:
+    """Without the driver's notes of logits, which know the rows of the CPU only."""
+    driver.decoder.forward = driver._forward  # type: ignore[method-assign]
+    return driver
+
+
+@cache
+def on_cpu(folder: Path) -> Driver:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "open_device", lambda *_: CpuDevice(1))
+        return Driver(folder, num_slots=1, max_seq_len=64)
+
+
+def expected(folder: Path, prompt: tuple[int, ...], count: int, **parameters: Any) -> list[int]:
+    return on_cpu(folder).generate(prompt, count, **parameters)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_slot_and_chunking(folder: Path, gpu: Driver, mode: str) -> None:
+    wanted = expected(folder, PROMPTS[2], 12, **MODES[mode])
+    for slot in range(SLOTS):
+        cuts = ((), (1,), (5, 6, 17), tuple(range(1, len(PROMPTS[2]))))[slot]
+        tokens = gpu.generate(PROMPTS[2], 12, slot, cuts=cuts, num_steps=slot + 1, **MODES[mode])
+        assert tokens == wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompts_join_while_others_decode(folder: Path, gpu: Driver, mode: str) -> None:
+    """Decode rows and chunks in one command, a chunk that does not sample among them."""
+    counts = [14, 11, 9, 8]
+    tokens: dict[int, list[int]] = {slot: [] for slot in range(SLOTS)}
+
+    def run(*rows: Any, num_steps: int = 1) -> None:
+        for slot, row in by_slot(gpu.run(*rows, num_steps=num_steps)).items():
+            tokens[slot] += row.token_ids
+
+    def first(slot: int, end: int | None = None) -> Any:
+        setup = sampling(len(PROMPTS[slot]) + counts[slot], **MODES[mode])
+        return gpu.first_chunk(slot, PROMPTS[slot][:end], setup, sample=end is None)
+
+    run(first(0))
+    run(gpu.decode(0), first(3), first(1, 4))
+    run(gpu.decode(0), gpu.decode(3), gpu.chunk(1, 4, PROMPTS[1][4:]), first(2))
+    run(*(gpu.decode(slot) for slot in (3, 1, 0, 2)), num_steps=16)
+    for slot, count in enumerate(counts):
+        assert tokens[slot] == expected(folder, PROMPTS[slot], count, **MODES[mode]), slot
+
+
+def test_a_slot_is_taken_anew_before_its_last_results_are_collected(
+    folder: Path, gpu: Driver
+) -> None:
+    def submit(*rows: Any, num_steps: int = 1) -> Any:
+        gpu.step_id += 1
+        return gpu.executor.submit(StepCommand(1, gpu.step_id, num_steps, rows))
+
+    long, short = sampling(40), sampling(len(PROMPTS[1]) + 5)
+    under_way = [
+        submit(gpu.first_chunk(2, PROMPTS[0], long)),
+        submit(gpu.decode(2), num_steps=3),
+        submit(gpu.first_chunk(2, PROMPTS[1], short)),
+        submit(gpu.decode(2), num_steps=6),
+    ]
+    results = [gpu.executor.collect(submitted).rows[0].token_ids for submitted in under_way]
+    assert list(results[0] + results[1]) == expected(folder, PROMPTS[0], 4)
+    assert list(results[2] + results[3]) == expected(folder, PROMPTS[1], 5)
+
+
+def test_a_slot_stops_at_an_end_id_inside_a_command(folder: Path, gpu: Driver) -> None:
+    whole = expected(folder, PROMPTS[0], 12)
+    end = whole[5]
+    stop = whole.index(end)
+    setup = sampling(60, end=(end, VOCAB_SIZE + 7))
+    first = gpu.run(gpu.first_chunk(1, PROMPTS[0], setup)).rows[0].token_ids
+    rest = gpu.run(gpu.decode(1), num_steps=16).rows[0].token_ids
+    assert list(first + rest) == whole[: stop + 1]
+    assert gpu.run(gpu.decode(1), num_steps=2).rows[0].token_ids == ()
+
+
+def test_the_ring_of_results_goes_round(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Driver
+) -> None:
+    monkeypatch.setattr(sys.modules["worker.cuda_slots"], "RING_ROWS", 8)
+    small = unwatched(Driver(folder, num_slots=2, max_seq_len=64))
+    wanted = expected(folder, PROMPTS[0], 17)
+    assert small.generate(PROMPTS[0], 17, slot=1, num_steps=7) == wanted
+    assert small.generate(PROMPTS[0], 17, slot=0, num_steps=1) == wanted
