@@ -137,7 +137,7 @@ class CudaSlots:
         return row
 
     def last_stamps(self, count: int) -> np.ndarray[Any, Any]:
-        """Begin and end of the last `count` steps by the device's clock, int64 [count, 2], in ns."""
+        """Begin and end of the last `count` steps, int64 [count, 2], ns of the device's clock."""
         rows = (np.arange(-count, 0) + self._next_row) % RING_ROWS
         return self._stamps.numpy()[rows]
 

@@ -50,4 +50,4 @@ class Runner(Protocol):
         """
 
     def gaps_ns(self, count: int) -> list[int]:
-        """How long the device idled between each two of the last `count` decode steps, if it says."""
+        """Idle times of the device between the last `count` decode steps, if it tells."""
