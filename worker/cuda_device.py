@@ -91,8 +91,12 @@ class CudaDevice(Device):
         torch.cuda.set_stream(self._stream)
 
     def release_free_memory(self) -> None:
-        """Gives memory that nobody uses back, of the machine and of the GPU."""
+        """Gives memory that nobody uses back, of the machine and of the GPU.
+
+        Raises RuntimeError if the GPU has failed.
+        """
         super().release_free_memory()
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def check_model(self, config: ModelConfig, limits: ServingLimits) -> None:

@@ -35,8 +35,8 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Serves one Run stream at a time with the rank it owns.
 
-    `on_stuck(message)` is called when a step does not end although its stream has; it should end
-    the process, for nothing else frees the thread.
+    `on_stuck(message)` is called when a step does not end although its stream has, or the device
+    has failed; it should end the process, for nothing else frees the thread or the device.
     """
 
     def __init__(
@@ -167,6 +167,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._on_stuck(
                 f"a step still runs {self._release_timeout_s:g} s after its stream ended"
             )
+        elif error := released.exception():
+            # A GPU that has failed once fails for ever in this process.
+            self._on_stuck(f"the device cannot be used any more: {error}")
 
     async def _released(self) -> None:
         if self._releasing is not None:

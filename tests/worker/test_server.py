@@ -349,6 +349,18 @@ async def test_failed_step_is_aborted(served: Served) -> None:
     )
 
 
+async def test_a_failed_device_is_reported(served: Served) -> None:
+    stream, _ = await served.configured()
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    served.rank.release = fail  # type: ignore[method-assign]
+    stream.cancel()
+    await eventually(lambda: asyncio.sleep(0, bool(served.stuck)))
+    assert "cannot be used any more: an illegal memory access" in served.stuck[0]
+
+
 async def test_a_step_that_never_ends_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
