@@ -46,6 +46,8 @@ __device__ __forceinline__ void fold_states(const States& states, float c, T* ou
   float2 total[kPairs];
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) total[j] = make_float2(-0.0f, -0.0f);
+  const float* next = states.outs + column(0);  // what this lane loads of the next tile
+  const int64_t step = states.heads * D;
   float2 max_sum;  // of tile lane of each 32
   FoldFactors factors;
   for (int first = 0; first < states.tiles; first += kBatch) {
@@ -57,14 +59,15 @@ __device__ __forceinline__ void fold_states(const States& states, float c, T* ou
     float2 parts[kBatch][kPairs];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const float* const from = states.outs + (first + i) * states.heads * D;
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
         parts[i][j] = make_float2(0.0f, 0.0f);
         if (first + i < states.tiles && column(j) < D) {
-          parts[i][j] = __ldcg(reinterpret_cast<const float2*>(from + column(j)));
+          parts[i][j] = __ldcg(reinterpret_cast<const float2*>(next + 64 * j));
         }
       }
+      next += step;
+      asm("" : "+l"(next));  // one addition a tile; the compiler would multiply anew for each
     }
     if (first % 32 == 0) factors = factors_of_tile(max_sum.x, tile, states.tiles, c, lane, max);
 #pragma unroll

@@ -246,34 +246,36 @@ template <typename T, int kTokens>
 __device__ __forceinline__ void consume(const Args& args, Ring ring, int group) {
   const Plan& plan = args.plan;
   const uint32_t group_offset = group * kWgmmaRows * kRowBytes;
+  const uint32_t slab_step = plan.rows * kRowBytes >> 4;  // of the descriptors
   uint32_t last_empty = 0;  // of the stage whose products may still run
-  Steps steps(plan);
-  for (; steps.left > 0; steps.next_tile()) {
+  for (Steps steps(plan); steps.left > 0; steps.next_tile()) {
     float c[kTokens / 2] = {};
-    int slab = 0;  // of the stage
-    int left = args.num_slabs;
-    // Not a loop that may run zero times: the compiler would have each product end before the next.
+    int slabs_left = args.num_slabs;
+    // No loops that may run zero times: the compiler would have each product end before the next.
 #pragma unroll 1
     do {
-      if (slab == 0) barrier_wait(ring.full(), ring.parity());
-      const uint64_t a =
-          matrix_descriptor(ring.weights() + slab * plan.rows * kRowBytes + group_offset);
-      const uint64_t b = matrix_descriptor(ring.x() + slab * kTokens * kRowBytes);
-      begin_multiplying();
+      barrier_wait(ring.full(), ring.parity());
+      uint64_t a = matrix_descriptor(ring.weights() + group_offset);
+      uint64_t b = matrix_descriptor(ring.x());
+      int slabs = min(plan.slabs, slabs_left);
+      slabs_left -= slabs;
+#pragma unroll 1
+      do {
+        begin_multiplying();
 #pragma unroll
-      for (int k = 0; k < kSlab / 16; ++k) {
-        const uint64_t offset = k * 16 * 2 >> 4;
-        multiply<T>(c, a + offset, b + offset);
-      }
-      end_group();
-      wait_groups<1>();  // those of the stage before are done
-      if (slab == 0 && last_empty != 0 && threadIdx.x % 32 == 0) barrier_arrive(last_empty);
-      if (++slab == plan.slabs || left == 1) {
-        slab = 0;
-        last_empty = ring.empty();
-        ring.advance();
-      }
-    } while (--left > 0);
+        for (int k = 0; k < kSlab / 16; ++k) multiply<T>(c, a + 2 * k, b + 2 * k);
+        end_group();
+        wait_groups<1>();  // those of the stage before are done
+        a += slab_step;
+        b += kTokens * kRowBytes >> 4;
+        if (last_empty != 0) {
+          if (threadIdx.x % 32 == 0) barrier_arrive(last_empty);
+          last_empty = 0;
+        }
+      } while (--slabs > 0);
+      last_empty = ring.empty();
+      ring.advance();
+    } while (slabs_left > 0);
     wait_groups<0>();
     if (threadIdx.x % 32 == 0) barrier_arrive(last_empty);
     last_empty = 0;
