@@ -71,11 +71,13 @@ def make_checkpoint(
     dtype: str = "float32",
     num_shards: int = 1,
     tokenizer: bool = False,
+    device: str = "cpu",
     **overrides: Any,
 ) -> Path:
     """Writes a folder of `family` ("llama", "qwen2", "qwen3"); `overrides` go into config.json.
 
-    An override of None removes the key. `num_shards` > 1 writes an index and that many files.
+    An override of None removes the key. `num_shards` > 1 writes an index and that many files. Each
+    `device` draws weights of its own; a GPU draws large ones fast.
     """
     config = {**_COMMON, **_FAMILIES[family], "torch_dtype": dtype, **overrides}
     config = {key: value for key, value in config.items() if value is not None}
@@ -85,7 +87,7 @@ def make_checkpoint(
         directory / "generation_config.json",
         {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.7},
     )
-    tensors = random_tensors(config, seed, _DTYPES[dtype])
+    tensors = random_tensors(config, seed, _DTYPES[dtype], device)
     write_tensors(directory, tensors, num_shards)
     if tokenizer:
         write_tokenizer(directory, config["vocab_size"])
@@ -93,13 +95,16 @@ def make_checkpoint(
 
 
 def random_tensors(
-    config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32
+    config: Mapping[str, Any],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Every parameter of the model that `config` describes, by its Hugging Face name."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for name, shape in _shapes(config).items():
-        value = torch.randn(shape, generator=generator)
+        value = torch.randn(shape, generator=generator, device=device)
         if name.endswith("norm.weight"):
             value = 1 + 0.2 * value
         elif name.endswith(".bias"):
@@ -107,7 +112,7 @@ def random_tensors(
         else:
             # Wide enough that attention and logits are far from uniform.
             value = value * (1.6 / shape[-1] ** 0.5)
-        tensors[name] = value.to(dtype).contiguous()
+        tensors[name] = value.to(dtype).cpu().contiguous()
     return tensors
 
 
