@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,6 +177,8 @@ class Rank:
         self._group = None
         self._executor = None
         if self._device is not None:
+            # Slots must not wait for the collector's own time: the next ones need their memory.
+            gc.collect()
             self._device.release_free_memory()
 
     def _plan(
