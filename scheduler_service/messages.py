@@ -228,7 +228,7 @@ def _input(request: pb.GenerateRequest) -> Input:
         case "text":
             return TextInput(request.text, request.parse_control_tokens)
         case "token_ids":
-            return IdsInput(tuple(request.token_ids.ids))
+            return IdsInput(tuple(request.token_ids.ids[:]))
         case "chat":
             return chat_input(request.chat)
     raise InvalidArgumentError("input", "is missing; set one of text, token_ids and chat")

@@ -61,6 +61,11 @@ class Scheduler:
         return not self.requests
 
     @property
+    def may_run_ahead(self) -> bool:
+        """One more command may be in flight."""
+        return len(self.outstanding) < self.limits.max_outstanding
+
+    @property
     def next_deadline_ns(self) -> int | None:
         """When `expire` may next have something to do; None: not before another submit."""
         return self._deadlines.next_ns
@@ -130,7 +135,7 @@ class Scheduler:
 
     def plan_step(self, now_ns: int) -> StepCommand | None:
         """The next command, to be sent to every rank; None when there is nothing to send now."""
-        if len(self.outstanding) >= self.limits.max_outstanding:
+        if not self.may_run_ahead:
             return None
         self._admit(now_ns)
         plan = plan_rows(self.seats.values(), self.limits, self._pace)

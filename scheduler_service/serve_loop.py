@@ -90,6 +90,7 @@ class ServeLoop:
         self._tell = tell
         self._silence = SilenceWatch(worker_timeout_s, self._on_silence)
         self._is_serving = False
+        self._is_closed = False
         self._pump_is_due = False
         self._deadline_timer: asyncio.TimerHandle | None = None
 
@@ -128,12 +129,15 @@ class ServeLoop:
             asyncio.get_running_loop().call_soon(self._pump_now)
 
     def close(self) -> None:
-        """No more timers."""
+        """No more timers, and nothing is planned any more."""
+        self._is_closed = True
         self._silence.stop()
         self._cancel_deadline_timer()
 
     def _pump_now(self) -> None:
         self._pump_is_due = False
+        if self._is_closed:
+            return
         try:
             self._pump()
         except Exception as error:
@@ -141,7 +145,7 @@ class ServeLoop:
             self._group.fail(EngineBugError(repr(error)))
 
     def _pump(self, events: Iterable[Event] = ()) -> None:
-        """Ends what is due, plans and sends while the scheduler has commands, then tells `events`.
+        """Ends what is due, plans and sends a command if there is one, then tells `events`.
 
         Workers first: what the clients' tasks do with an event would hold up a command behind it.
         """
@@ -149,14 +153,18 @@ class ServeLoop:
         expired = self.scheduler.expire(now_ns)
         self._arm_deadline_timer(now_ns)
         if self._is_serving:
-            self._send_commands(now_ns)
+            self._send_command(now_ns)
         self._tell(events)
         self._tell(expired)
 
-    def _send_commands(self, now_ns: int) -> None:
-        while (command := self.scheduler.plan_step(now_ns)) is not None:
+    def _send_command(self, now_ns: int) -> None:
+        """One in a turn of the event loop: it is on its way before the next one is planned."""
+        command = self.scheduler.plan_step(now_ns)
+        if command is not None:
             self._group.send(command)
             self._silence.expect()
+            if self.scheduler.may_run_ahead:
+                self.pump_soon()
         if self.scheduler.is_empty and not self.scheduler.outstanding:
             self.scheduler.check_integrity()
 

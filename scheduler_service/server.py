@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Awaitable
@@ -82,6 +83,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
         async with await self._begin(request, context) as generation:
             request_id = generation.request.request_id
+            # Workers first: in one turn of the event loop a command is planned, in the next sent.
+            for _ in range(2):
+                await asyncio.sleep(0)
             first = messages.accepted(generation)
             await context.write(pb.GenerateResponse(request_id=request_id, accepted=first))
             end = None

@@ -251,7 +251,7 @@ def _row(row: worker_pb2.Row) -> Row:
             slot=row.slot,
             generation=row.generation,
             start=chunk.start,
-            token_ids=tuple(chunk.token_ids),
+            token_ids=tuple(chunk.token_ids[:]),
             sample=chunk.sample,
             setup=_slot_setup(chunk.setup) if chunk.HasField("setup") else None,
         )

@@ -92,3 +92,45 @@ async def test_the_next_command_goes_out_before_clients_are_told():
 async def test_tokens_of_a_late_result_come_before_the_deadline_that_it_passed():
     kinds = await what_happens(delay_s=0.02, deadline_ns=time.monotonic_ns() + 5_000_000)
     assert kinds == [StepCommand, TokenEvent, FinishedEvent]
+
+
+class SilentGroup:
+    """Keeps what it is sent; gives no results."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, command):
+        self.sent.append(command)
+
+    async def receive(self):
+        await asyncio.Event().wait()
+
+
+async def test_a_command_is_on_its_way_before_the_next_one_is_planned():
+    group = SilentGroup()
+    scheduler = Scheduler(make_limits(num_slots=1, max_outstanding=2))
+    loop = ServeLoop(scheduler, group, list, worker_timeout_s=60)
+    serving = asyncio.create_task(loop.serve())
+    await asyncio.sleep(0)
+    scheduler.submit(make_request("a", max_new_tokens=5))
+    loop.pump_soon()
+    counts = []
+    for _ in range(4):
+        await asyncio.sleep(0)
+        counts.append(len(group.sent))
+    assert counts == [1, 2, 2, 2]
+    serving.cancel()
+    loop.close()
+
+
+async def test_nothing_is_planned_or_told_after_the_close():
+    told = []
+    scheduler = Scheduler(make_limits(num_slots=1))
+    scheduler.submit(make_request("a", max_new_tokens=3, deadline_ns=1))
+    loop = ServeLoop(scheduler, SilentGroup(), told.extend, worker_timeout_s=60)
+    loop.pump_soon()
+    loop.close()
+    await asyncio.sleep(0)
+    assert told == []
+    assert loop._deadline_timer is None
