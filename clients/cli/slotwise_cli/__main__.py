@@ -3,9 +3,13 @@
 0 success, 1 failure, 2 wrong usage, 3 no server, 4 the server refused the request, 130 Ctrl-C.
 """
 
+import os
 import sys
 from importlib import metadata
 from typing import Annotated
+
+# Read when gRPC is imported: its event engines hand each message through two more threads.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 import typer
 
