@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,24 +146,38 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, "qwen3", seed=5, dtype="bfloat16", device=DEVICE, **SHAPE)
     address = free_address()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), address, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, (_, errors)) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{errors[-4000:]}"
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    logs = [folder / f"rank{rank}.log" for rank in range(WORLD_SIZE)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, __file__, str(rank), address, str(folder)]
+        with log.open("w") as file:
+            processes.append(
+                subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            )
+    wait(processes)
+    for rank in sorted(range(WORLD_SIZE), key=lambda rank: -processes[rank].returncode):
+        assert processes[rank].returncode == 0, f"rank {rank}:\n{logs[rank].read_text()[-4000:]}"
+    return [report_in(log.read_text()) for log in logs]
+
+
+def report_in(log: str) -> dict[str, Any]:
+    """Libraries may write lines after it."""
+    (line,) = (line for line in log.splitlines() if line.startswith('{"hash"'))
+    report: dict[str, Any] = json.loads(line)
+    return report
+
+
+def wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, or one has failed: the others would wait for it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline and not any(process.poll() for process in processes):
+        if all(process.poll() == 0 for process in processes):
+            return
+        time.sleep(0.1)
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def test_alone_in_company_and_in_chunks(reports: list[dict[str, Any]]) -> None:
@@ -185,5 +200,4 @@ def test_a_rank_that_draws_for_itself_is_seen(reports: list[dict[str, Any]]) -> 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    report = run_rank(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
-    print(json.dumps(report))
+    print(json.dumps(run_rank(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))), flush=True)
