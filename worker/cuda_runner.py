@@ -42,13 +42,14 @@ class CudaRunner:
         self._ops = backend
         self._slots = slots
         self._batch = slots.decode_batch()
+        self._taken: list[tuple[int, SlotSetup]] = []
         size = CudaOps.sample_workspace(limits.num_slots, decoder.config.vocab_size)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device)
         self._step = self._capture() if decoder.group.capturable else self._decode_step
 
     def take(self, slot: int, setup: SlotSetup) -> None:
-        """A new tenant; nothing of the old one stays."""
-        self._slots.take(slot, setup)
+        """A new tenant with the next work; nothing of the old one stays."""
+        self._taken.append((slot, setup))
 
     def start(self, work: StepWork) -> Started:
         """Puts the work on the stream."""
@@ -89,6 +90,10 @@ class CudaRunner:
         mixed = bool(work.decode_slots)
         batch = self._slots.mixed_batch if mixed else self._slots.chunk_batch
         logits = self.decoder.forward(batch(work.chunks))
+        # Not before: a chunk's forward does not read the table, and it is waited for.
+        for slot, setup in self._taken:
+            self._slots.take(slot, setup)
+        self._taken.clear()
         if mixed:
             self._sample(logits[: self._slots.num_slots], None)
             decode_rows.append(self._slots.next_ring_row())
