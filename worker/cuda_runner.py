@@ -17,6 +17,7 @@ from worker.batch import SlotSetup
 from worker.cuda_backend import CudaBackend
 from worker.cuda_slots import CudaSlots
 from worker.decoder import Decoder
+from worker.errors import StepError
 from worker.runner import Drawn, Outcome, StepWork
 
 _IDLE = -2
@@ -32,6 +33,11 @@ class Started:
     decode_rows: list[int]
     sample_row: int | None
 
+    @property
+    def num_rows(self) -> int:
+        """Of the ring."""
+        return len(self.decode_rows) + (self.sample_row is not None)
+
 
 class CudaRunner:
     """The twin of CpuRunner; used from the thread that made its stream current."""
@@ -43,6 +49,8 @@ class CudaRunner:
         self._slots = slots
         self._batch = slots.decode_batch()
         self._taken: list[tuple[int, SlotSetup]] = []
+        # Rows of the ring, ever: asked for by `start`, and read by `finish`.
+        self._rows_begun = self._rows_read = 0
         size = CudaOps.sample_workspace(limits.num_slots, decoder.config.vocab_size)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device)
         self._step = self._capture() if decoder.group.capturable else self._decode_step
@@ -52,7 +60,8 @@ class CudaRunner:
         self._taken.append((slot, setup))
 
     def start(self, work: StepWork) -> Started:
-        """Puts the work on the stream."""
+        """Puts the work on the stream. StepError if results that nobody has read would be lost."""
+        self._claim_rows(2 if work.chunks else work.num_steps)
         begin, end = _event(), _event()
         begin.record()
         decode_rows: list[int] = []
@@ -66,7 +75,9 @@ class CudaRunner:
                 self._step()
                 decode_rows.append(self._slots.next_ring_row())
         end.record()
-        return Started(work, begin, end, decode_rows, sample_row)
+        started = Started(work, begin, end, decode_rows, sample_row)
+        self._rows_begun += started.num_rows
+        return started
 
     def finish(self, started: Started) -> Outcome:
         """Waits for the device and reads the ring."""
@@ -77,12 +88,20 @@ class CudaRunner:
         if started.sample_row is not None:
             sampled = tuple(chunk.slot for chunk in work.chunks if chunk.sample)
             steps.append(_drawn(ring[started.sample_row].tolist(), sampled))
+        self._rows_read += started.num_rows
         return Outcome(steps, int(started.begin.elapsed_time(started.end) * 1e6))
 
     def gaps_ns(self, count: int) -> list[int]:
         """By the device's clock; the last `count` steps must have been nothing but decode steps."""
         stamps = self._slots.last_stamps(count)
         return list((stamps[1:, 0] - stamps[:-1, 1]).tolist())
+
+    def _claim_rows(self, count: int) -> None:
+        under_way, most = self._rows_begun - self._rows_read, len(self._slots.ring)
+        if under_way + count > most:
+            raise StepError(
+                f"{count} steps after {under_way} whose results were not read; at most {most}"
+            )
 
     def _prefill(self, work: StepWork) -> tuple[list[int], int | None]:
         """One forward of the chunks, and of all slots if some decode; the rows of the ring."""

@@ -15,7 +15,8 @@ from worker._native import SlotTable
 from worker.batch import ChunkSpan, ForwardBatch, PrefillChunk, SlotSetup, last_rows
 from worker.cuda_backend import CudaBackend
 
-RING_ROWS = 1024
+# Steps whose results may wait to be read: 16 commands of 1,024, the most the scheduler can ask for.
+RING_ROWS = 16 * 1024
 _INTS = ("last_token", "length", "active", "scheduled", "row_token", "row_position", "max_len")
 _FLOATS = ("temperature", "top_p", "min_p")
 
@@ -137,8 +138,11 @@ class CudaSlots:
         return row
 
     def last_stamps(self, count: int) -> np.ndarray[Any, Any]:
-        """Begin and end of the last `count` steps, int64 [count, 2], ns of the device's clock."""
-        rows = (np.arange(-count, 0) + self._next_row) % RING_ROWS
+        """Begin and end of the last `count` steps, or as many as the ring holds.
+
+        int64 [count, 2], ns of the device's clock.
+        """
+        rows = (np.arange(-min(count, RING_ROWS), 0) + self._next_row) % RING_ROWS
         return self._stamps.numpy()[rows]
 
     def _send(self, array: np.ndarray[Any, Any]) -> Tensor:

@@ -16,8 +16,9 @@ from worker_driver import Driver, by_slot, sampling
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from worker import rank
-from worker.batch import StepCommand
+from worker.batch import RowResult, StepCommand
 from worker.device import CpuDevice
+from worker.errors import StepError
 
 SLOTS = 4
 PROMPTS = [
@@ -130,3 +131,54 @@ def test_the_ring_of_results_goes_round(
     wanted = expected(folder, PROMPTS[0], 17)
     assert small.generate(PROMPTS[0], 17, slot=1, num_steps=7) == wanted
     assert small.generate(PROMPTS[0], 17, slot=0, num_steps=1) == wanted
+
+
+def test_results_that_nobody_has_read_are_not_written_over(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Driver
+) -> None:
+    monkeypatch.setattr(sys.modules["worker.cuda_slots"], "RING_ROWS", 8)
+    small = unwatched(Driver(folder, num_slots=2, max_seq_len=64))
+
+    def submit(*rows: Any, num_steps: int = 1) -> Any:
+        small.step_id += 1
+        return small.executor.submit(StepCommand(1, small.step_id, num_steps, rows))
+
+    under_way = [
+        submit(small.first_chunk(0, PROMPTS[0], sampling(40))),
+        submit(small.decode(0), num_steps=7),
+    ]
+    first = small.executor.collect(under_way[0]).rows[0].token_ids
+    submit(small.decode(0))
+    with pytest.raises(StepError, match="1 steps after 8 whose results were not read; at most 8"):
+        submit(small.decode(0))
+    rest = small.executor.collect(under_way[1]).rows[0].token_ids
+    assert list(first + rest) == expected(folder, PROMPTS[0], 8)
+
+
+def test_gaps_of_more_steps_than_the_ring_holds(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Driver
+) -> None:
+    monkeypatch.setattr(sys.modules["worker.cuda_slots"], "RING_ROWS", 8)
+    small = unwatched(Driver(folder, num_slots=2, max_seq_len=64))
+    assert len(small.executor.runner.gaps_ns(5)) == 4
+    assert len(small.executor.runner.gaps_ns(100)) == 7
+
+
+def test_a_tenant_that_still_decodes_is_replaced_beside_others(folder: Path, gpu: Driver) -> None:
+    """Its slot is taken in a command in which others decode, and its prompt comes in pieces."""
+    lived: list[int] = []
+
+    def run(*rows: Any, num_steps: int = 1) -> dict[int, RowResult]:
+        results = by_slot(gpu.run(*rows, num_steps=num_steps))
+        lived.extend(results[0].token_ids)
+        return results
+
+    long = sampling(60)
+    run(gpu.first_chunk(0, PROMPTS[0], long), gpu.first_chunk(2, PROMPTS[3], long))
+    run(gpu.decode(0), gpu.decode(2), num_steps=3)
+    run(gpu.decode(0), gpu.first_chunk(2, PROMPTS[1][:5], long, sample=False))
+    run(gpu.decode(0), num_steps=2)
+    taken = run(gpu.decode(0), gpu.chunk(2, 5, PROMPTS[1][5:]))[2].token_ids
+    taken += run(gpu.decode(0), gpu.decode(2), num_steps=4)[2].token_ids
+    assert list(taken) == expected(folder, PROMPTS[1], 5)
+    assert lived == expected(folder, PROMPTS[0], len(lived))
