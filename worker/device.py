@@ -142,11 +142,12 @@ class CpuDevice(Device):
 
 
 def open_device(name: str, rank: int, num_threads: int) -> Device:
-    """The device "cpu", "cuda" (GPU number `rank`), "cuda:N" or "auto" (a GPU if one can be used).
+    """The device "cpu", "cuda" (GPU number `rank`), "cuda:N" or "auto".
 
+    "auto" is "cuda" where GPU 0 can be used, on every rank alike: a group of two kinds cannot meet.
     Raises SetupError saying what was found and what to do.
     """
-    if name == "cpu" or (name == "auto" and not gpu.usable(rank)):
+    if name == "cpu" or (name == "auto" and not gpu.usable(0)):
         return CpuDevice(num_threads)
     index = int(name.removeprefix("cuda:")) if name.startswith("cuda:") else rank
     gpu.refuse_unusable(index)

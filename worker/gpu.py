@@ -39,17 +39,19 @@ def refuse_unusable(index: int) -> None:
             f"--device cuda: no NVIDIA driver answers ({error}); install one, or in a container "
             "pass the GPU through, or serve with --device cpu"
         ) from error
+    count = -1
     try:
         count = torch.cuda.device_count()
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
+        none = "; none is visible, see CUDA_VISIBLE_DEVICES" if count == 0 else ""
         raise SetupError(
-            f"--device cuda: driver {driver} cannot run CUDA {torch.version.cuda}: {error}"
+            f"--device cuda: driver {driver} cannot run CUDA {torch.version.cuda}: {error}{none}"
         ) from error
     if index >= count:
         raise SetupError(
             f"--device cuda:{index}: {count} GPU(s) are visible; a group needs one for each rank "
-            "(see --tp and CUDA_VISIBLE_DEVICES)"
+            "(see --tp and CUDA_VISIBLE_DEVICES), or --device cpu"
         )
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:

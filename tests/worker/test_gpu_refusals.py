@@ -96,6 +96,13 @@ def test_a_driver_too_old(card: pytest.MonkeyPatch, where: str) -> None:
         assert part in message
 
 
+def test_no_gpu_is_visible(card: pytest.MonkeyPatch) -> None:
+    card.setattr(torch.cuda, "device_count", lambda: 0)
+    card.setattr(torch.cuda, "init", raising(RuntimeError("No CUDA GPUs are available")))
+    message = refusal()
+    assert "No CUDA GPUs are available; none is visible, see CUDA_VISIBLE_DEVICES" in message
+
+
 @pytest.mark.parametrize(("index", "count"), [(0, 0), (1, 1), (3, 2)])
 def test_fewer_gpus_than_ranks(card: pytest.MonkeyPatch, index: int, count: int) -> None:
     card.setattr(torch.cuda, "device_count", lambda: count)
@@ -114,13 +121,23 @@ def test_a_card_too_old(card: pytest.MonkeyPatch, capability: tuple[int, int]) -
         assert part in message
 
 
-def test_the_rank_refuses_with_the_same_words(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A rank looks for the GPU of its own number; "auto" goes to the CPU instead."""
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_the_rank_refuses_with_the_same_words(
+    card: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """A rank looks for the GPU of its own number; rank 0 has one, so the CPU would not do."""
     make_checkpoint(tmp_path, "qwen3")
     setup = RankSetup(epoch=1, rank=1, world_size=2)
-    with pytest.raises(SetupError, match=r"cuda:1: 1 GPU\(s\) are visible"):
-        Rank(tmp_path, 1, "cuda").configure(setup, lambda *_: None, lambda: False)
-    assert isinstance(open_device("auto", 1, 1), CpuDevice)
+    with pytest.raises(SetupError, match=r"cuda:1: 1 GPU\(s\) are visible.*--device cpu"):
+        Rank(tmp_path, 1, name).configure(setup, lambda *_: None, lambda: False)
+
+
+def test_every_rank_goes_to_the_cpu_where_the_first_gpu_cannot_be_used(
+    card: pytest.MonkeyPatch,
+) -> None:
+    card.setattr(torch.cuda, "device_count", lambda: 2)
+    card.setattr(torch.cuda, "get_device_capability", lambda index: (9 if index else 7, 0))
+    assert all(isinstance(open_device("auto", rank, 1), CpuDevice) for rank in range(2))
 
 
 def test_no_gpu_is_looked_for_on_the_cpu(card: pytest.MonkeyPatch) -> None:
