@@ -30,7 +30,11 @@ class CudaPeers {
     buffers_ = std::make_unique<cuda::PeerBuffers>(limits);
   }
   ~CudaPeers() {
-    if (buffers_) place_.enter();
+    if (!buffers_) return;
+    try {
+      place_.enter();
+    } catch (const std::runtime_error&) {  // a device that has failed takes no memory back
+    }
   }
 
   const cuda::PeerBuffers& buffers() const { return *enter(); }
