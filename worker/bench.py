@@ -198,7 +198,7 @@ def main_plan(arguments: list[str]) -> int:
         for rank, device in enumerate(devices)
     ]
     # Taken to be on this machine, all of them; on GPUs each has its own.
-    shared = devices[0].name == "cpu"
+    shared = devices[0].shares_memory
     needed = sum(plan.needed_bytes for plan in plans) if shared else 0
     report = {
         "model": str(parsed.model),

@@ -78,7 +78,7 @@ def _lacking(with_cuda: bool) -> list[Finding]:
         advice = "for the GPU, torch from pip's own index: pip install --force-reinstall torch"
         findings.append(Finding("GPU use", None, "torch was built without CUDA", advice))
     if not with_cuda:
-        advice = "for the GPU, with nvcc on the PATH: SLOTWISE_CUDA=ON make build"
+        advice = "for the GPU, with nvcc on the PATH: make build-gpu"
         state = "the native library was built without CUDA"
         findings.append(Finding("GPU use", None, state, advice))
     return findings
