@@ -209,6 +209,7 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda_backend, "fix_arithmetic", lambda: None)
     monkeypatch.setattr(cuda_slots, "_pinned", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda_runner, "_event", Event)
+    monkeypatch.setattr(cuda_runner, "_enter", lambda device: None)
 
 
 def device() -> Any:

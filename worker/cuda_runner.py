@@ -81,6 +81,7 @@ class CudaRunner:
 
     def finish(self, started: Started) -> Outcome:
         """Waits for the device and reads the ring."""
+        _enter(self._ops.device)
         started.end.synchronize()
         self.decoder.group.check()
         work, ring = started.work, self._slots.ring
@@ -140,6 +141,11 @@ class CudaRunner:
 
     def _decode_step(self) -> None:
         self._sample(self.decoder.forward(self._batch)[: self._slots.num_slots], None)
+
+
+def _enter(device: torch.device) -> None:
+    """A thread that was never told its GPU may open GPU 0 when it waits, and take memory there."""
+    torch.cuda.set_device(device)
 
 
 def _event() -> torch.cuda.Event:

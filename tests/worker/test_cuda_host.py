@@ -6,6 +6,7 @@ The same requests on the CPU worker are the reference: float32, so the tokens ar
 from __future__ import annotations
 
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from worker import rank
 from worker.batch import RowResult, StepCommand
 from worker.device import CpuDevice
 from worker.errors import StepError
+from worker.pipeline import Pipeline
 
 SLOTS = 4
 PROMPTS = [
@@ -182,3 +184,16 @@ def test_a_tenant_that_still_decodes_is_replaced_beside_others(folder: Path, gpu
     taken += run(gpu.decode(0), gpu.decode(2), num_steps=4)[2].token_ids
     assert list(taken) == expected(folder, PROMPTS[1], 5)
     assert lived == expected(folder, PROMPTS[0], len(lived))
+
+
+def test_the_thread_that_waits_is_told_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpu: Driver
+) -> None:
+    threads: list[str] = []
+    note = lambda device: threads.append(threading.current_thread().name)  # noqa: E731
+    monkeypatch.setattr(sys.modules["worker.cuda_runner"], "_enter", note)
+    pipeline = Pipeline()
+    command = StepCommand(1, 1, 1, (gpu.first_chunk(0, PROMPTS[0], sampling(20)),))
+    assert pipeline.run(lambda: gpu.executor, command).result().rows[0].token_ids
+    pipeline.shutdown()
+    assert threads == ["result_0"]
