@@ -17,24 +17,10 @@ namespace {
 
 CacheParams cache_params(const char* op, const Array& k_array, const Array& v_array) {
   const Cache k(op, "k_cache", k_array), v(op, "v_cache", v_array);
-  CacheParams params{};
-  params.dtype = dtype_of(k);
-  if (dtype_of(v) != params.dtype) fail(op, "k_cache and v_cache of one type", "two types");
-  check_shape(op, "v_cache", v, {k.shape(0), k.shape(1), k.shape(2), k.shape(3)});
+  if (dtype_of(v) != dtype_of(k)) fail(op, "k_cache and v_cache of one type", "two types");
+  const CacheParams params = cache_layout(op, k, v, dtype_of(k));
   if (k.size() > 0 && k.data() == v.data())
     fail(op, "k_cache apart from v_cache", "one array twice");
-  params.k = k.data();
-  params.v = v.data();
-  params.num_slots = k.shape(0);
-  params.num_positions = k.shape(1);
-  params.num_kv_heads = k.shape(2);
-  params.head_dim = k.shape(3);
-  params.k_slot_stride = k.stride(0);
-  params.k_position_stride = k.stride(1);
-  params.k_head_stride = k.stride(2);
-  params.v_slot_stride = v.stride(0);
-  params.v_position_stride = v.stride(1);
-  params.v_head_stride = v.stride(2);
   if (params.num_kv_heads < 1) fail(op, "at least one KV head", shape_text(k));
   if (params.head_dim < 2 || params.head_dim % 2 != 0 || params.head_dim > kMaxHeadDim) {
     fail(op, "an even head dimension of at most " + std::to_string(kMaxHeadDim),

@@ -70,6 +70,27 @@ DType dtype_of(const View& array) {
   return array.is_bfloat16() ? DType::kBFloat16 : DType::kFloat32;
 }
 
+// Where K and V of shape [S, P, H_kv, D] lie.
+template <typename View>
+CacheParams cache_layout(const char* op, const View& k, const View& v, DType dtype) {
+  check_shape(op, "v_cache", v, {k.shape(0), k.shape(1), k.shape(2), k.shape(3)});
+  CacheParams params{};
+  params.k = k.data();
+  params.v = v.data();
+  params.dtype = dtype;
+  params.num_slots = k.shape(0);
+  params.num_positions = k.shape(1);
+  params.num_kv_heads = k.shape(2);
+  params.head_dim = k.shape(3);
+  params.k_slot_stride = k.stride(0);
+  params.k_position_stride = k.stride(1);
+  params.k_head_stride = k.stride(2);
+  params.v_slot_stride = v.stride(0);
+  params.v_position_stride = v.stride(1);
+  params.v_head_stride = v.stride(2);
+  return params;
+}
+
 inline void check_eps(const char* op, float eps) {
   if (!(eps >= 0.0f && eps < 1.0f)) fail(op, "eps in [0, 1)", std::to_string(eps));
 }

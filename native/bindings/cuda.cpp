@@ -123,6 +123,8 @@ void linear(CudaOps& ops, const Array& x_array, const Array& weight_array, const
     fail(op, "a size that linear_supported",
          std::to_string(rows) + " rows of [" + std::to_string(n) + ", " + std::to_string(k) + "]");
   }
+  check_vectors(op, "x", x);
+  check_vectors(op, "weight", weight);
   cuda::linear({x.data(), x.stride(0), rows, weight.data(), weight.stride(0), n, k, dtype,
                 out.data(), out.stride(0), float32_out, gated},
                ops.stream);
@@ -130,21 +132,9 @@ void linear(CudaOps& ops, const Array& x_array, const Array& weight_array, const
 
 CacheParams device_cache(const char* op, const Array& k_array, const Array& v_array) {
   const DeviceCache k(op, "k_cache", k_array), v(op, "v_cache", v_array);
-  CacheParams params{};
-  params.dtype = common_dtype(op, "k_cache", k, "v_cache", v);
-  check_shape(op, "v_cache", v, {k.shape(0), k.shape(1), k.shape(2), k.shape(3)});
-  params.k = k.data();
-  params.v = v.data();
-  params.num_slots = k.shape(0);
-  params.num_positions = k.shape(1);
-  params.num_kv_heads = k.shape(2);
-  params.head_dim = k.shape(3);
-  params.k_slot_stride = k.stride(0);
-  params.k_position_stride = k.stride(1);
-  params.k_head_stride = k.stride(2);
-  params.v_slot_stride = v.stride(0);
-  params.v_position_stride = v.stride(1);
-  params.v_head_stride = v.stride(2);
+  const CacheParams params = cache_layout(op, k, v, common_dtype(op, "k_cache", k, "v_cache", v));
+  check_vectors(op, "k_cache", k);
+  check_vectors(op, "v_cache", v);
   for (const int64_t dim : {64, 96, 128, 256}) {
     if (params.head_dim == dim) return params;
   }

@@ -48,6 +48,17 @@ void check_contiguous(const char* op, const char* name, const View& array) {
   if (!array.contiguous()) fail(op, std::string(name) + " contiguous", "another layout");
 }
 
+// The kernels read vectors of 16 bytes: every row must begin at a multiple of them.
+template <typename View>
+void check_vectors(const char* op, const char* name, const View& array) {
+  const int64_t width = array.dtype() == DType::kFloat32 ? 4 : 8;
+  bool aligned = reinterpret_cast<uintptr_t>(array.data()) % 16 == 0;
+  for (size_t axis = 0; axis + 1 < array.ndim(); ++axis) {
+    aligned = aligned && (array.shape(axis) <= 1 || array.stride(axis) % width == 0);
+  }
+  if (!aligned) fail(op, std::string(name) + " with rows at multiples of 16 bytes", "others");
+}
+
 template <typename A, typename B>
 DType common_dtype(const char* op, const char* name_a, const A& a, const char* name_b, const B& b) {
   if (a.dtype() != b.dtype()) {
