@@ -15,6 +15,7 @@ from worker.batch import ForwardBatch
 if TYPE_CHECKING:
     from worker.attention import SlotCache
     from worker.memory_plan import ServingLimits
+    from worker.tensor_parallel import Group
     from worker.weights import LayerWeights
 
 
@@ -59,6 +60,9 @@ class Backend(Protocol[W]):
 
     def floats(self, rows: int, columns: int) -> Tensor:
         """The same in float32."""
+
+    def agree(self, group: Group) -> None:
+        """After the weights are packed: forwards have as many rows on every rank."""
 
     def num_rows(self, count: int) -> int:
         """Rows to run for `count` rows of work: as many, or more where that is faster."""

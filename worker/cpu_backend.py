@@ -12,6 +12,7 @@ from worker._native import CpuOps, PackedWeight
 from worker.attention import Attention, SlotCache
 from worker.batch import ForwardBatch
 from worker.memory_plan import ServingLimits
+from worker.tensor_parallel import Group
 
 
 class CpuBackend(CpuOps):
@@ -26,6 +27,9 @@ class CpuBackend(CpuOps):
     def floats(self, rows: int, columns: int) -> Tensor:
         """The same in float32. Written once here, so that the memory does not grow later."""
         return torch.empty(rows, columns).zero_()
+
+    def agree(self, group: Group) -> None:
+        """They have as many rows as the batch."""
 
     def num_rows(self, count: int) -> int:
         """Rows to run for `count` rows of work."""

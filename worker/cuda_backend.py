@@ -17,6 +17,7 @@ from worker import _native
 from worker.attention import CacheShape, SlotCache
 from worker.batch import ForwardBatch
 from worker.memory_plan import ServingLimits
+from worker.tensor_parallel import Group
 from worker.weights import TORCH_DTYPES, LayerWeights
 
 # Rows that the weight-streaming kernel takes at once.
@@ -69,6 +70,10 @@ class CudaBackend(_native.CudaOps):
     def floats(self, rows: int, columns: int) -> Tensor:
         """The same in float32."""
         return torch.zeros(rows, columns, device=self.device)
+
+    def agree(self, group: Group) -> None:
+        """Sums need as many rows on every rank, and parts of an odd vocabulary differ in size."""
+        self._all_stream = group.total(float(self._all_stream)) == group.world_size
 
     def num_rows(self, count: int) -> int:
         """Rows to run for `count` rows of work."""

@@ -68,6 +68,7 @@ class Decoder:
         self.ops = ops
         self.cache = SlotCache(cache_shape(config, shard, limits), ops.device)
         self.group = group
+        ops.agree(group)
         rows, sampled_rows = ops.forward_rows(limits), ops.sampled_rows(limits)
         self._workspace = _workspace(config, shard, ops, rows)
         self._sampled_space = _workspace(config, shard, ops, sampled_rows)

@@ -9,10 +9,12 @@ import sys
 import threading
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_cuda
 import pytest
+import torch
 from worker_driver import Driver, by_slot, sampling
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
@@ -197,3 +199,14 @@ def test_the_thread_that_waits_is_told_its_gpu(
     assert pipeline.run(lambda: gpu.executor, command).result().rows[0].token_ids
     pipeline.shutdown()
     assert threads == ["result_0"]
+
+
+@pytest.mark.parametrize(("other_streams", "rows"), [(True, 8), (False, 128)])
+def test_ranks_run_forwards_of_as_many_rows(gpu: Driver, other_streams: bool, rows: int) -> None:
+    """A vocabulary of 32,001: one rank's part of the head streams, the other's does not."""
+    backend: Any = fake_cuda.device().backend("bfloat16")
+    backend.pack(torch.zeros(64, 64))
+    group: Any = SimpleNamespace(world_size=2, total=lambda value: value + other_streams)
+    assert backend.num_rows(8) == 8
+    backend.agree(group)
+    assert backend.num_rows(8) == rows
