@@ -6,6 +6,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from slotwise_cli import doctor as doctor_module
+from slotwise_client import Worker
 
 
 def findings(done) -> dict[str, dict]:
@@ -42,6 +43,24 @@ def test_a_running_server_is_compared_with_its_plan(slotwise, served):
     assert found["worker 0 memory"]["ok"]
     assert "+1.0%" in found["worker 0 memory"]["state"]
     assert found["worker 0 self-test rows"]["ok"]
+
+
+@pytest.mark.parametrize(
+    ("device", "measured", "good"),
+    [
+        ("cpu", 970, True),
+        ("cpu", 960, False),
+        ("cpu", 1040, False),
+        ("cuda:0 (NVIDIA H200)", 600, True),
+        ("cuda:0 (NVIDIA H200)", 1030, True),
+        ("cuda:0 (NVIDIA H200)", 1040, False),
+    ],
+)
+def test_memory_that_was_measured_is_compared(device, measured, good):
+    worker = Worker(0, "", device, "bfloat16", "bfloat16", 1000, measured, (), 1)
+    finding = doctor_module._memory(worker)
+    assert finding.ok is good
+    assert bool(finding.advice) is not good
 
 
 @pytest.mark.parametrize("fits", [True, False])
