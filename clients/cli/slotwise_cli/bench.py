@@ -184,8 +184,7 @@ def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dic
         json.dump(prompts, prompts_file)
         prompts_file.flush()
         command = [sys.executable, "-m", "worker", "bench", "--model", str(folder)]
-        if worker.device.startswith("cuda"):
-            command += ["--device", "cuda"]
+        command += ["--device", "cuda" if worker.device.startswith("cuda") else "cpu"]
         command += ["--dtype", worker.weight_dtype, "--kv-dtype", worker.kv_dtype]
         command += ["--threads", str(worker.num_threads), "--new-tokens", str(plan.work.new_tokens)]
         command += ["--prompt-token-ids-json", prompts_file.name, "--concurrency", *rounds]
