@@ -72,7 +72,7 @@ def _missing(need_library: bool) -> str:
     if not torch.cuda.is_available():
         return "no GPU that torch can use; bench-kernels measures CUDA operators"
     if need_library and not _native.cuda_available():
-        return "the native library was built without CUDA: SLOTWISE_CUDA=ON make build"
+        return "the native library was built without CUDA; with nvcc on the PATH: make build-gpu"
     return ""
 
 

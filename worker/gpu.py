@@ -24,8 +24,8 @@ def refuse_unusable(index: int) -> None:
     """Raises SetupError unless GPU `index` can be used, saying what was found and what to do."""
     if not _native.BUILT_WITH_CUDA:
         raise SetupError(
-            "--device cuda: this installation was built without CUDA; build it where nvcc is: "
-            "SLOTWISE_CUDA=ON pip install ."
+            "--device cuda: this installation was built without CUDA; with nvcc on the PATH: "
+            "make build-gpu, or SLOTWISE_CUDA=ON pip install ."
         )
     if torch.version.cuda is None:
         raise SetupError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ class _NcclSums:
         self._parts = parts
         self._chunk = min(_NCCL_CHUNK, max_elements)
         self._widest = max(part.size for part in parts)
-        self._works: list[Any] = []
+        # Appended by the thread that steps, taken off by the one that waits for results.
+        self._works: deque[Any] = deque()
         floats = len(parts) * max(self._chunk, max_rows * self._widest)
         self._gathered = torch.empty(floats, device=stream.device)
         self._total = torch.empty(self._chunk, device=stream.device)
@@ -234,9 +236,16 @@ class _NcclSums:
 
     def failed(self) -> bool:
         """Whether a collective was given up; the watchdog of torch does that."""
-        results = [work.get_future_result() for work in self._works]
-        self._works = [work for work in self._works if not work.is_completed()]
-        return any(result.done() and result.value() != 0 for result in results)
+        while self._works:
+            # In this order: a work that ends in between is looked at again.
+            is_completed = self._works[0].is_completed()
+            result = self._works[0].get_future_result()
+            if result.done() and result.value() != 0:
+                return True
+            if not is_completed:
+                return False
+            self._works.popleft()
+        return False
 
     def close(self) -> None:
         """What still waits for a peer ends."""

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from worker.backend import Backend
 from worker.checkpoint import Checkpoint, open_checkpoint
 from worker.config import GROUP_TIMEOUT_S
 from worker.decoder import Decoder
 from worker.device import Device, Pace, open_device
-from worker.errors import ProtocolError, SetupCancelledError, SetupError
+from worker.errors import MemoryPlanError, ProtocolError, SetupCancelledError, SetupError
 from worker.executor import Executor
 from worker.memory_plan import (
     DTYPE_BYTES,
@@ -99,6 +101,17 @@ class Rank:
         self, setup: RankSetup, progress: StageProgress, cancelled: Callable[[], bool]
     ) -> RankInfo:
         """Loads, joins the group, tests itself. Raises SetupError or SetupCancelledError."""
+        try:
+            return self._configure(setup, progress, cancelled)
+        except torch.OutOfMemoryError as error:
+            raise MemoryPlanError(
+                f"the device's memory ran out although the plan fitted: {error}; another process "
+                "may have taken it; take fewer slots (--num-slots) or shorter ones (--max-seq-len)"
+            ) from error
+
+    def _configure(
+        self, setup: RankSetup, progress: StageProgress, cancelled: Callable[[], bool]
+    ) -> RankInfo:
         self.release()
         progress("checking the checkpoint", 0, 0)
         checkpoint = open_checkpoint(self._model_dir)

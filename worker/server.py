@@ -127,6 +127,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 if first:
                     await self._health.set(name, _SERVING)
                     first = False
+            # How the stream ended is what reading it says.
+            await reader
         finally:
             reader.cancel()
             while not pending.empty():

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from worker_driver import Driver
@@ -359,6 +360,21 @@ async def test_a_failed_device_is_reported(served: Served) -> None:
     stream.cancel()
     await eventually(lambda: asyncio.sleep(0, bool(served.stuck)))
     assert "cannot be used any more: an illegal memory access" in served.stuck[0]
+
+
+async def test_memory_that_runs_out_is_a_refusal(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(served.rank, "_configure", fail)
+    stream = served.open_stream()
+    await stream.write(worker_pb2.RunRequest(configure=configure()))
+    code, message = await failure(stream)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert "memory ran out although the plan fitted" in message
+    assert "--num-slots" in message
 
 
 async def test_a_step_that_never_ends_is_reported(
