@@ -17,8 +17,10 @@ from worker.cuda_backend import CudaBackend
 
 # Steps whose results may wait to be read: 16 commands of 1,024, the most the scheduler can ask for.
 RING_ROWS = 16 * 1024
-_INTS = ("last_token", "length", "active", "scheduled", "row_token", "row_position", "max_len")
-_FLOATS = ("temperature", "top_p", "min_p")
+# What a new tenant sets, a row of 32-bit words each; and what is written only on the device.
+_TENANT_INTS = ("last_token", "length", "active", "max_len", "top_k")
+_TENANT_FLOATS = ("temperature", "top_p", "min_p")
+_STEP_INTS = ("scheduled", "row_token", "row_position")
 
 
 class CudaSlots:
@@ -28,11 +30,13 @@ class CudaSlots:
         device = backend.device
         self._ops = backend
         self._vocab_size = vocab_size
-        self._ints = {
-            name: torch.zeros(num_slots, dtype=torch.int32, device=device)
-            for name in (*_INTS, "top_k")
-        }
-        self._floats = {name: torch.zeros(num_slots, device=device) for name in _FLOATS}
+        num_fields = len(_TENANT_INTS) + len(_TENANT_FLOATS)
+        self._tenants = torch.zeros(num_fields, num_slots, dtype=torch.int32, device=device)
+        self._ints = dict(zip(_TENANT_INTS, self._tenants, strict=False))
+        for name in _STEP_INTS:
+            self._ints[name] = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        floats = self._tenants[len(_TENANT_INTS) :].view(torch.float32)
+        self._floats = dict(zip(_TENANT_FLOATS, floats, strict=True))
         self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         words = -(-vocab_size // 32)
         self._end_ids = torch.zeros(num_slots, words, dtype=torch.int32, device=device)
@@ -58,15 +62,15 @@ class CudaSlots:
 
     def take(self, slot: int, setup: SlotSetup) -> None:
         """A new tenant, not active yet; nothing of the old one stays."""
-        for name in ("last_token", "length", "active"):
-            self._ints[name][slot] = 0
-        self._ints["max_len"][slot] = setup.max_len
         # More than the vocabulary keeps everything, as 0 does.
-        self._ints["top_k"][slot] = setup.top_k if setup.top_k < self._vocab_size else 0
-        for name in _FLOATS:
-            self._floats[name][slot] = getattr(setup, name)
+        top_k = setup.top_k if setup.top_k < self._vocab_size else 0
+        floats = np.array([getattr(setup, name) for name in _TENANT_FLOATS], dtype=np.float32)
+        ints = np.array([0, 0, 0, setup.max_len, top_k], dtype=np.int32)
+        # Copies of single numbers would each wait for the device.
+        self._tenants[:, slot].copy_(self._send(np.concatenate([ints, floats.view(np.int32)])))
         # The native side reads the same 64 bits as unsigned.
-        self._seed[slot] = setup.seed - (1 << 64) if setup.seed >= 1 << 63 else setup.seed
+        seed = np.array([setup.seed], dtype=np.uint64).view(np.int64)
+        self._seed[slot : slot + 1].copy_(self._send(seed))
         self._end_ids[slot].copy_(self._send(_bitmap(setup.end_token_ids, self._vocab_size)))
         self._scheduled = None
 
