@@ -94,6 +94,11 @@ def _check_engine(engine: EngineConfig) -> None:
             f"device is {engine.device!r} and workers are given; running workers have chosen theirs"
         )
     _check_range("threads", engine.num_threads, 0, 4096)
+    if engine.num_threads and engine.device == "cuda":
+        raise ConfigError(
+            f"threads is {engine.num_threads} and device is 'cuda'; a GPU worker has no use for "
+            "threads, leave it out"
+        )
     _check_choice("dtype", engine.weight_dtype, DTYPES)
     _check_choice("kv_dtype", engine.kv_dtype, DTYPES)
     _check_seconds("worker_timeout", engine.worker_timeout_s, 0.001)
@@ -184,7 +189,12 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add("--workers", default="", help="running workers in rank order: host:port,unix:/path,...")
     add("--rendezvous", default=own.rendezvous_address, help="host:port where the ranks meet")
     add("--device", choices=DEVICES, default=own.device, help="of spawned workers")
-    add("--threads", type=int, default=own.num_threads, help="per worker; 0: cores / ranks")
+    add(
+        "--threads",
+        type=int,
+        default=own.num_threads,
+        help="per worker on the CPU; 0: cores / ranks",
+    )
     add("--num-slots", type=int, default=own.num_slots, help="requests that run at once")
     add("--max-seq-len", type=int, default=own.max_seq_len, help="context of a slot; 0: automatic")
     add("--dtype", choices=DTYPES, default=own.weight_dtype, help="of the weights")

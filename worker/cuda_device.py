@@ -30,6 +30,7 @@ class CudaDevice(Device):
 
     weight_dtypes = ("bfloat16", "float16", "float32")
     shares_memory = False
+    num_threads = 0
     # A chunk of 2,048 rows keeps the matrix units busy; beside decoding streams a smaller one keeps
     # the gaps between their tokens small. With 32 slots or less it fills eight blocks of rows.
     pace = Pace(2048, 8 * BLOCK_ROWS - 32, 5_000_000)
@@ -43,9 +44,8 @@ class CudaDevice(Device):
         group_bytes=1 << 30,
     )
 
-    def __init__(self, index: int, num_threads: int) -> None:
+    def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
-        self.num_threads = num_threads
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         properties = torch.cuda.get_device_properties(self._device)

@@ -55,6 +55,7 @@ class Device(ABC):
     footprint: Footprint
     # Whether ranks on one machine take from the same memory.
     shares_memory: bool
+    # 0 where the host's threads do not compute.
     num_threads: int
 
     @property
@@ -154,7 +155,7 @@ def open_device(name: str, rank: int, num_threads: int) -> Device:
     # Only here: it needs a native library built with CUDA.
     from worker.cuda_device import CudaDevice
 
-    return CudaDevice(index, num_threads)
+    return CudaDevice(index)
 
 
 def resident_bytes() -> int:

@@ -19,7 +19,7 @@ def test_the_command_line_without_flags_gives_the_defaults():
 def test_flags_arrive():
     flags = "--model m --host :: --port 0 --tp 2 --num-slots 4 --max-seq-len 64 --dtype bfloat16"
     flags += " --kv-dtype float16 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
-    flags += " --device cuda --max-mixed-step-tokens 5"
+    flags += " --device cpu --max-mixed-step-tokens 5"
     flags += " --served-name n --threads 2 --run-ahead-window-ms 2.5 --worker-timeout 7"
     flags += " --recovery-timeout 8 --log-format json --log-level debug"
     config = parse_arguments(flags.split())
@@ -30,7 +30,7 @@ def test_flags_arrive():
     assert (engine.world_size, engine.num_slots, engine.max_seq_len) == (2, 4, 64)
     assert (engine.weight_dtype, engine.kv_dtype) == ("bfloat16", "float16")
     assert (engine.max_step_tokens, engine.max_mixed_step_tokens) == (9, 5)
-    assert (engine.max_queue_len, engine.num_threads, engine.device) == (3, 2, "cuda")
+    assert (engine.max_queue_len, engine.num_threads, engine.device) == (3, 2, "cpu")
     assert engine.run_ahead_window_ns == 2_500_000
     assert (engine.worker_timeout_s, engine.recovery_timeout_s) == (7, 8)
 
@@ -71,6 +71,7 @@ def test_the_advice_of_the_workers_holds_where_nothing_is_asked_for():
         ({"run_ahead_window_ns": -1}, "run_ahead_window_ns is -1"),
         ({"device": "cuda:1"}, "device is 'cuda:1'; one of auto, cpu, cuda"),
         ({"device": "cpu", "worker_addresses": ("a:1",)}, "running workers have chosen"),
+        ({"device": "cuda", "num_threads": 2}, "threads is 2 and device is 'cuda'"),
         ({"max_outstanding": 0}, "max_outstanding is 0"),
         ({"weight_dtype": "int4"}, "dtype is 'int4'; one of auto, float32, bfloat16, float16"),
         ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),

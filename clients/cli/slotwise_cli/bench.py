@@ -60,7 +60,7 @@ def ladder(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     dtype: DtypeOption = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
     concurrency: Annotated[str, typer.Option(help="Numbers, with commas.")] = "1,2,4,8",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     new_tokens: Annotated[int, typer.Option("--output-tokens", "--new-tokens", min=2)] = 128,
@@ -186,7 +186,9 @@ def _run_engine(folder: Path, served: Served, plan: Plan, report: Report) -> dic
         command = [sys.executable, "-m", "worker", "bench", "--model", str(folder)]
         command += ["--device", "cuda" if worker.device.startswith("cuda") else "cpu"]
         command += ["--dtype", worker.weight_dtype, "--kv-dtype", worker.kv_dtype]
-        command += ["--threads", str(worker.num_threads), "--new-tokens", str(plan.work.new_tokens)]
+        if worker.num_threads:
+            command += ["--threads", str(worker.num_threads)]
+        command += ["--new-tokens", str(plan.work.new_tokens)]
         command += ["--prompt-token-ids-json", prompts_file.name, "--concurrency", *rounds]
         answer = run_json(command)
     walls: dict[int, list[float]] = {}
@@ -211,7 +213,7 @@ def _run_peer(folder: Path, served: Served, plan: Plan, report: Report) -> dict[
         "model": str(folder),
         "prompts": plan.work.prompts(served.model, plan.repeats, seed=2),
         "new_tokens": plan.work.new_tokens,
-        "num_threads": served.server.workers[0].num_threads,
+        "num_threads": served.server.workers[0].num_threads or os.cpu_count() or 1,
     }
     return run_json([sys.executable, "-m", "slotwise_cli.peer_transformers"], json.dumps(job))
 
@@ -231,9 +233,11 @@ def _add_peer(result: dict[str, Any], answer: dict[str, Any]) -> None:
 
 
 def _show(result: dict[str, Any], output: Output) -> None:
+    # A worker on a GPU has none.
+    threads = f"{result['num_threads']} threads; " if result["num_threads"] else ""
     output.line(
         f"{result['model']}, {result['device']}, {result['weight_dtype']}, TP {result['tp']}, "
-        f"{result['num_threads']} threads; {result['prompt_tokens']} prompt + "
+        f"{threads}{result['prompt_tokens']} prompt + "
         f"{result['new_tokens']} new tokens per request, median of {result['repeats']}"
     )
     table = Table(

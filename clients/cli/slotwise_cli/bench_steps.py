@@ -47,7 +47,7 @@ def steps(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     dtype: DtypeOption = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
     contexts: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = (
         "512,2048,8192,32768"
     ),

@@ -54,7 +54,7 @@ def serve(
         str | None, typer.Option(help="KV cache: auto, float32, bfloat16 or float16.")
     ] = None,
     max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
     served_name: Annotated[str | None, typer.Option(help="Name; else the folder's.")] = None,
     grace: Annotated[
         float | None, typer.Option(help="Seconds that running requests get after SIGTERM [30].")
