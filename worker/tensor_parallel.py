@@ -77,8 +77,8 @@ class TensorParallelGroup:
     def all_reduce_add_rms_norm(
         self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor
     ) -> None:
-        """A group that fuses: residual += the ranks' deltas; out = rms_norm(residual)."""
-        raise NotImplementedError
+        """Not here: see fuses_norm."""
+        raise StepError("this group does not fuse")
 
     def all_reduce(self, x: Tensor) -> None:
         """x (float32, contiguous) becomes the sum of all ranks' x, added in rank order."""

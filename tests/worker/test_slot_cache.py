@@ -1,0 +1,59 @@
+"""The slot cache by itself: what a copy and a clearing touch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker.attention import CacheShape, SlotCache
+
+SHAPE = CacheShape(
+    num_layers=2,
+    num_slots=4,
+    max_seq_len=9,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="bfloat16",
+)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def cache(request: pytest.FixtureRequest) -> SlotCache:
+    cache = SlotCache(SHAPE, torch.device(request.param))
+    for seed, tensor in enumerate((*cache.keys, *cache.values)):
+        values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+        tensor.copy_(values)
+    return cache
+
+
+def tensors(cache: SlotCache) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 9])
+def test_a_copied_prefix_is_all_that_changes(cache: SlotCache, length: int) -> None:
+    before = tensors(cache)
+    cache.copy_prefix(source=3, target=1, length=length)
+    for old, new in zip(before, tensors(cache), strict=True):
+        assert torch.equal(new[1, :length], old[3, :length])
+        assert torch.equal(new[1, length:], old[1, length:])
+        assert torch.equal(new[[0, 2, 3]], old[[0, 2, 3]])
+
+
+def test_a_cleared_slot_is_zero_and_the_others_are_not(cache: SlotCache) -> None:
+    before = tensors(cache)
+    cache.clear(2)
+    for old, new in zip(before, tensors(cache), strict=True):
+        assert not new[2].any()
+        assert torch.equal(new[[0, 1, 3]], old[[0, 1, 3]])
