@@ -499,16 +499,20 @@ def test_a_slot_is_taken_before_its_last_results_are_collected(rig: Rig, driver:
     assert tokens_of(results[2:], 2) == rig.alone["greedy"].tokens
 
 
-def test_more_steps_than_the_ring_has_rows(driver: GpuDriver) -> None:
-    """The ring of 1,024 rows comes round, in the middle of commands too."""
+def test_the_ring_comes_round(driver: GpuDriver) -> None:
+    """In the middle of a command too: the host's count and the device's are set before its end."""
     driver.watched = False
-    count = 1100
-    by_length = [
-        driver.generate((5, 6, 7), count, slot, num_steps=num_steps, temperature=1.0, seed=9)
-        for slot, num_steps in ((0, 32), (3, 27))
-    ]
+    slots, count = driver.runner._slots, 300
+    by_length = []
+    for slot, num_steps, left in ((0, 32, 100), (3, 27, 7), (1, 1, 150)):
+        slots._next_row = len(slots.ring) - left
+        slots._counter.fill_(slots._next_row)
+        by_length.append(
+            driver.generate((5, 6, 7), count, slot, num_steps=num_steps, temperature=1.0, seed=9)
+        )
+        assert slots._next_row < count
     assert len(by_length[0]) == count
-    assert by_length[0] == by_length[1]
+    assert by_length[0] == by_length[1] == by_length[2]
     assert len(set(by_length[0])) > 64
 
 
