@@ -59,7 +59,9 @@ def _parse(arguments: list[str]) -> WorkerConfig:
     )
     parser.add_argument("--listen", required=True, help="unix:/path.sock or host:port")
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
-    parser.add_argument("--threads", type=int, default=device.default_threads())
+    parser.add_argument(
+        "--threads", type=int, default=device.default_threads(), help="on the CPU; a GPU uses none"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (by rank) or cuda:N")
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the parent process ends"

@@ -6,6 +6,7 @@ S slots, P positions of a slot, T rows of a forward, L layers, H_q / H_kv heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from worker._native import CpuOps
 from worker.batch import ForwardBatch
 from worker.weights import TORCH_DTYPES, LayerWeights
+
+if TYPE_CHECKING:
+    from worker._native import CudaOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,19 @@ class Attention:
                 self.scale,
                 out[:decode],
             )
-        for chunk in batch.chunks:
-            rows = slice(chunk.first_row, chunk.end_row)
-            self.ops.prefill_attention(
-                qkv[rows], keys, values, chunk.slot, chunk.start, self.scale, out[rows]
-            )
+        attend_chunks(self.ops, keys, values, batch, qkv, self.scale, out)
+
+
+def attend_chunks(
+    ops: CpuOps | CudaOps,
+    keys: Tensor,
+    values: Tensor,
+    batch: ForwardBatch,
+    qkv: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """The rows of the batch's chunks: a chunk at a time, over keys and values of its slot."""
+    for chunk in batch.chunks:
+        rows = slice(chunk.first_row, chunk.end_row)
+        ops.prefill_attention(qkv[rows], keys, values, chunk.slot, chunk.start, scale, out[rows])

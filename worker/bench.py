@@ -134,7 +134,9 @@ def main_bench(arguments: list[str]) -> int:
         "--prompt-token-ids-json", type=Path, help="file with one list of ids, or several"
     )
     parser.add_argument("--steps-per-command", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument(
+        "--threads", type=int, default=default_threads(), help="on the CPU; a GPU uses none"
+    )
     parsed = parser.parse_args(arguments)
     if min(parsed.concurrency) < 1 or parsed.new_tokens < 2 or parsed.prompt_tokens < 1:
         raise ValueError("--concurrency and --prompt-tokens start at 1, --new-tokens at 2")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker import _native
-from worker.attention import CacheShape, SlotCache
+from worker.attention import CacheShape, SlotCache, attend_chunks
 from worker.batch import ForwardBatch
 from worker.memory_plan import ServingLimits
 from worker.tensor_parallel import Group
@@ -24,7 +24,6 @@ from worker.weights import TORCH_DTYPES, LayerWeights
 STREAM_ROWS = 16
 # The library is asked for multiples of this many rows: fewer cost as much.
 BLOCK_ROWS = 128
-_BF16_MATMUL = torch.backends.cuda.matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +208,7 @@ class CudaAttention:
                 self._counters,
                 out[:decode],
             )
-        for chunk in batch.chunks:
-            rows = slice(chunk.first_row, chunk.end_row)
-            self.ops.prefill_attention(
-                qkv[rows], keys, values, chunk.slot, chunk.start, self.scale, out[rows]
-            )
+        attend_chunks(self.ops, keys, values, batch, qkv, self.scale, out)
 
 
 def state_floats(shape: CacheShape) -> int:
@@ -229,6 +224,7 @@ def state_floats(shape: CacheShape) -> int:
 def fix_arithmetic() -> None:
     """Torch's products add up along K in order: no split-K, no reduced precision, no TF32."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
-    _BF16_MATMUL.allow_bf16_reduced_precision_reduction = (False, False)
-    _BF16_MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
-    _BF16_MATMUL.allow_tf32 = False
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = (False, False)
+    products.allow_fp16_reduced_precision_reduction = (False, False)
+    products.allow_tf32 = False

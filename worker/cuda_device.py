@@ -80,7 +80,7 @@ class CudaDevice(Device):
         return CudaRunner(decoder, backend, slots), slots
 
     def join_group(self, rendezvous: Rendezvous) -> Group:
-        """By NCCL, and by the GPUs writing to each other's memory."""
+        """By the GPUs writing to each other's memory, or by NCCL where they cannot."""
         rank, world_size, timeout_s = rendezvous.rank, rendezvous.world_size, rendezvous.timeout_s
         store = meet(rendezvous)[0] if world_size > 1 else None
         return CudaGroup(rank, world_size, store, self._device, self._stream, timeout_s)

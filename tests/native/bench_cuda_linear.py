@@ -5,14 +5,16 @@ of a model's layers, where each product waits for the one before.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from worker import _native
+from worker.cuda_backend import fix_arithmetic
+from worker.gpu_timer import GpuTimer, Launch
 
 COPY_RATE = 4.19e12  # bytes a second that a device-to-device copy reads and writes
 ROTATED_BYTES = 400e6  # of weights, several times L2
@@ -53,27 +55,6 @@ def random(n: int, k: int) -> Tensor:
     return torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
 
 
-def seconds_of(graph: torch.cuda.CUDAGraph, replays: int = 9) -> float:
-    """The median of `replays` replays, after two."""
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
-
-
-def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
 def native(x: Tensor, weight: Tensor, out: Tensor, gated: bool) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     _native.CudaOps(0, stream).linear(x, weight, out, gated)
@@ -91,58 +72,53 @@ def weights_in_turn(n: int, k: int) -> list[Tensor]:
     return [random(n, k) for _ in range(max(2, round(ROTATED_BYTES / (2 * n * k))))]
 
 
-def alone(linear: Linear, rows: int, name: str, weights: Sequence[Tensor], gates: bool) -> float:
-    """Seconds of one product."""
+def alone(
+    timer: GpuTimer, linear: Linear, rows: int, name: str, weights: Sequence[Tensor], gates: bool
+) -> float:
+    """Microseconds of one product."""
     n, k = weights[0].shape
     gated = gates and name == GATE_UP
     dtype = torch.float32 if name == "head" else torch.bfloat16
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(rows, n // 2 if gated else n, device="cuda", dtype=dtype)
-    turns = max(1, 30 // len(weights))
-
-    def work() -> None:
-        for weight in list(weights) * turns:
-            linear(x, weight, out, gated)
-
-    return seconds_of(captured(work)) / (turns * len(weights))
+    return timer.measure([partial(linear, x, weight, out, gated) for weight in weights]).median_us
 
 
-def chain(linear: Linear, rows: int, model: Model, gates: bool) -> tuple[float, float]:
-    """Seconds of a layer, and bytes of its weights."""
+def chain(
+    timer: GpuTimer, linear: Linear, rows: int, model: Model, gates: bool
+) -> tuple[float, float]:
+    """Microseconds of a layer, and bytes of its weights."""
     shapes = {name: shape for name, shape in model.shapes().items() if name != "head"}
-    layers = [[random(n, k) for n, k in shapes.values()] for _ in range(model.layers)]
     buffers = [
         torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for n, _ in shapes.values()
     ]
     buffers[-1].normal_()
-    gated = torch.empty(rows, model.inner, device="cuda", dtype=torch.bfloat16)
-
-    def work() -> None:
-        for qkv, o, gate_up, down in layers:
-            linear(buffers[3], qkv, buffers[0], False)
-            linear(buffers[0][:, : model.heads], o, buffers[1], False)
-            linear(buffers[1], gate_up, gated if gates else buffers[2], gates)
-            linear(gated if gates else buffers[2][:, : model.inner], down, buffers[3], False)
-
-    seconds = seconds_of(captured(work)) / model.layers
-    return seconds, sum(2 * n * k for n, k in shapes.values())
-
-
-def line(what: str, seconds: float, size: float) -> str:
-    rate = size / seconds
-    return f"{what:24} {seconds * 1e6:9.2f} us {rate / 1e12:6.2f} TB/s {rate / COPY_RATE:6.1%}"
+    inner = torch.empty(rows, model.inner, device="cuda", dtype=torch.bfloat16)
+    if not gates:
+        inner = buffers[2][:, : model.inner]
+    launches: list[Launch] = []
+    for _ in range(model.layers):
+        qkv, o, gate_up, down = (random(n, k) for n, k in shapes.values())
+        launches += [
+            partial(linear, buffers[3], qkv, buffers[0], False),
+            partial(linear, buffers[0][:, : model.heads], o, buffers[1], False),
+            partial(linear, buffers[1], gate_up, inner if gates else buffers[2], gates),
+            partial(linear, inner, down, buffers[3], False),
+        ]
+    one = timer.measure(launches).median_us
+    return len(shapes) * one, sum(2 * n * k for n, k in shapes.values())
 
 
-def bench_model(linear: Linear, rows: int, model: Model, gates: bool) -> None:
+def line(what: str, us: float, size: float) -> str:
+    rate = size / us * 1e6
+    return f"{what:24} {us:9.2f} us {rate / 1e12:6.2f} TB/s {rate / COPY_RATE:6.1%}"
+
+
+def bench_model(timer: GpuTimer, linear: Linear, rows: int, model: Model, gates: bool) -> None:
     for name, (n, k) in model.shapes().items():
-        seconds = alone(linear, rows, name, weights_in_turn(n, k), gates)
-        print(line(f"{model.name} {name} {n}x{k}", seconds, 2 * n * k))
-    print(line(f"{model.name} layer", *chain(linear, rows, model, gates)))
-
-
-def use_plain_library() -> None:
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        us = alone(timer, linear, rows, name, weights_in_turn(n, k), gates)
+        print(line(f"{model.name} {name} {n}x{k}", us, 2 * n * k))
+    print(line(f"{model.name} layer", *chain(timer, linear, rows, model, gates)))
 
 
 def main() -> None:
@@ -150,14 +126,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--library-rows", type=int, nargs="*", default=[32, 128])
     args = parser.parse_args()
-    use_plain_library()
+    fix_arithmetic()
+    timer = GpuTimer(0)
     for model in MODELS:
         for rows in args.rows:
             print(f"-- {rows} rows")
-            bench_model(native, rows, model, gates=True)
+            bench_model(timer, native, rows, model, gates=True)
         for rows in args.library_rows:
             print(f"-- torch.mm, {rows} rows")
-            bench_model(library, rows, model, gates=False)
+            bench_model(timer, library, rows, model, gates=False)
 
 
 if __name__ == "__main__":

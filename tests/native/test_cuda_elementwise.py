@@ -152,3 +152,4 @@ def test_no_rows_are_no_work(cuda_ops: Any) -> None:
     cuda_ops.silu_mul(none, torch.zeros(0, 8, device="cuda"))
     cuda_ops.add_bias(none, weight)
     torch.cuda.synchronize()
+    assert torch.equal(weight, torch.ones_like(weight))
