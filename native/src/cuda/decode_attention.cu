@@ -112,6 +112,8 @@ class Decoder {
       prefetch_constants(item);
     }
     wait_for_predecessor();
+    // Not before: the next product's loads would be ahead of these few, which all wait for.
+    start_successor();
     clear_idle_rows();
     if (left == 0) return;
     bool new_group = true;
@@ -514,7 +516,6 @@ template <typename T, int D>
 __global__ __launch_bounds__(kThreads, D > 128 ? 2 : 3) void decode_kernel(
     const __grid_constant__ DecodeAttentionParams params, float c) {
   extern __shared__ uint4 memory[];
-  start_successor();
   Decoder<T, D>(params, c, *reinterpret_cast<Shared<T, D>*>(memory)).run();
 }
 

@@ -71,13 +71,14 @@ __device__ __forceinline__ void updated_residual(const NormParams& p, int64_t at
 
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) norm_kernel(NormParams p) {
-  start_successor();
   // Most rows have no more than one vector a thread, which then stays in registers.
   const int64_t row = blockIdx.x * p.hidden, first = threadIdx.x * kVector;
   const int64_t step = blockDim.x * kVector;
   float weight[kVector] = {}, held[kVector] = {};
   if (first < p.hidden) load8<kAligned>(p.weight + first, p.hidden - first, weight);
   wait_for_predecessor();
+  // Not before: two products' loads at once would hold up the one that is waited for.
+  start_successor();
   float squares = 0.0f;
   for (int64_t at = first; at < p.hidden; at += step) {
     float x[kVector];
