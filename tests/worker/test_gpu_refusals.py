@@ -219,3 +219,14 @@ def test_a_type_that_nobody_takes(tmp_path: Path, name: str) -> None:
     setup = RankSetup(epoch=1, **{name: "float8"})
     with pytest.raises(SetupError, match=f"{name} 'float8' is not supported; supported: auto"):
         resolve_limits(open_checkpoint(tmp_path), setup, CpuDevice)
+
+
+# Its pace.
+
+
+@pytest.mark.parametrize("num_slots", [1, 8, 32])
+def test_a_mixed_forward_has_as_many_rows_as_a_prompts(cuda_device: Any, num_slots: int) -> None:
+    from worker.cuda_backend import BLOCK_ROWS
+
+    rows = num_slots + cuda_device.pace.max_mixed_step_tokens
+    assert -(-rows // BLOCK_ROWS) * BLOCK_ROWS == cuda_device.pace.max_step_tokens
