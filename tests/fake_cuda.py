@@ -62,7 +62,8 @@ class CudaOps:
         x.copy_(x.float() + bias)
 
     def linear_supported(self, num_rows: int, weight: Tensor) -> bool:
-        return weight.dtype != torch.float32 and num_rows <= self.stream_rows
+        streams = weight.dtype != torch.float32 and weight.shape[0] % 8 == 0
+        return streams and num_rows <= self.stream_rows
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
         assert x.shape[0] <= self.stream_rows
@@ -207,6 +208,7 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
     cuda_backend, cuda_slots, cuda_runner = map(importlib.import_module, names)
     monkeypatch.setattr(cuda_backend, "fix_arithmetic", lambda: None)
+    monkeypatch.setattr(torch, "mm", _mm)
     monkeypatch.setattr(cuda_slots, "_pinned", lambda tensor: tensor.clone())
     monkeypatch.setattr(cuda_runner, "_event", Event)
     monkeypatch.setattr(cuda_runner, "_enter", lambda device: None)
@@ -218,12 +220,20 @@ def device() -> Any:
     from worker.cuda_runner import CudaRunner
     from worker.cuda_slots import CudaSlots
     from worker.device import CpuDevice
-    from worker.tensor_parallel import TensorParallelGroup
+    from worker.tensor_parallel import TensorParallelGroup, join_gloo
 
     class Group(TensorParallelGroup):
+        """Over gloo; sums of any float type, as CudaGroup's are."""
+
         capturable = False
 
+        def all_reduce(self, x: Tensor) -> None:
+            wide = x.float()
+            super().all_reduce(wide)
+            x.copy_(wide)
+
     class FakeGpu(CpuDevice):
+        name = "cuda:0 (none)"
         weight_dtypes = ("bfloat16", "float16", "float32")
 
         def backend(self, weight_dtype: str) -> Any:
@@ -235,9 +245,15 @@ def device() -> Any:
             return CudaRunner(decoder, decoder.ops, slots), slots
 
         def join_group(self, rendezvous: Any) -> Any:
-            return Group(0, 1, None, same_machine=True)
+            gloo = join_gloo(rendezvous)
+            return Group(gloo.rank, gloo.world_size, gloo._backend, gloo.same_machine)
 
     return FakeGpu(1)
+
+
+def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None, *, out: Tensor) -> None:
+    """On the CPU torch gives no other type than the inputs'."""
+    out.copy_(left.float() @ right.float())
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -134,6 +134,7 @@ class Rank:
                 setup.rendezvous_address,
                 GROUP_TIMEOUT_S,
                 cancelled,
+                device.name,
             )
         )
         plan = self._plan(checkpoint, shard, limits, device)

@@ -6,6 +6,7 @@ of rows. A group with one member takes the same calls and does nothing in them.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import time
@@ -23,6 +24,8 @@ from worker.sharding import Part
 
 _POLL = timedelta(milliseconds=500)
 _RETRY_S = 0.02
+# How long rank 0, which has the store, waits for the others to read why they are refused.
+_READ = timedelta(seconds=5)
 
 
 class TensorParallelGroup:
@@ -168,7 +171,7 @@ class Group(Protocol):
 class Rendezvous:
     """Where a rank meets the others: `address` ("host:port") is opened by rank 0.
 
-    A rank waits up to `timeout_s` for them, or until `cancelled()`.
+    A rank waits up to `timeout_s` for them, or until `cancelled()`. `device` as Device names it.
     """
 
     rank: int
@@ -176,18 +179,20 @@ class Rendezvous:
     address: str
     timeout_s: float
     cancelled: Callable[[], bool]
+    device: str
 
 
 def meet(rendezvous: Rendezvous) -> tuple[TCPStore, ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """The group's store once all ranks are there, and this machine's address on the way to it.
 
-    Raises SetupError naming the ranks that did not come, SetupCancelledError once cancelled.
+    Raises SetupError naming the ranks that did not come, or that a CPU met a GPU;
+    SetupCancelledError once cancelled.
     """
     host, port = _split_address(rendezvous.address)
-    rank, cancelled = rendezvous.rank, rendezvous.cancelled
     deadline = time.monotonic() + rendezvous.timeout_s
-    store = _open_store(host, port, rank, deadline, cancelled)
-    _meet(store, rank, rendezvous.world_size, deadline, cancelled)
+    store = _open_store(host, port, rendezvous.rank, deadline, rendezvous.cancelled)
+    _refuse_two_kinds(store, rendezvous.rank, _meet(store, rendezvous, deadline))
+    store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
     return store, _local_address(host, port)
 
 
@@ -232,23 +237,34 @@ def _wait_until_open(host: str, port: int, deadline: float, cancelled: Callable[
             time.sleep(_RETRY_S)
 
 
-def _meet(
-    store: TCPStore,
-    rank: int,
-    world_size: int,
-    deadline: float,
-    cancelled: Callable[[], bool],
-) -> None:
-    store.set(f"here/{rank}", "1")
-    absent = list(range(world_size))
+def _meet(store: TCPStore, rendezvous: Rendezvous, deadline: float) -> list[str]:
+    """Waits for all ranks; their devices, in rank order."""
+    store.set(f"here/{rendezvous.rank}", rendezvous.device)
+    absent = list(range(rendezvous.world_size))
     while absent:
         try:
             store.wait([f"here/{absent[0]}"], _POLL)
             absent.pop(0)
         except (RuntimeError, DistError):
             names = ", ".join(str(peer) for peer in absent if not store.check([f"here/{peer}"]))
-            _go_on(f"waiting for rank {names}", deadline, cancelled)
-    store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
+            _go_on(f"waiting for rank {names}", deadline, rendezvous.cancelled)
+    return [store.get(f"here/{peer}").decode() for peer in range(rendezvous.world_size)]
+
+
+def _refuse_two_kinds(store: TCPStore, rank: int, devices: list[str]) -> None:
+    """A CPU and a GPU would each wait for the other's kind of group."""
+    if len({device.partition(":")[0] for device in devices}) == 1:
+        return
+    store.set(f"read/{rank}", "1")
+    if rank == 0:
+        # A rank that is slower is told by the scheduler.
+        with contextlib.suppress(RuntimeError, DistError):
+            store.wait([f"read/{peer}" for peer in range(len(devices))], _READ)
+    found = ", ".join(f"rank {peer} on {device}" for peer, device in enumerate(devices))
+    raise SetupError(
+        f"the ranks of a group need devices of one kind, and there are {found}; start all workers "
+        "with --device cpu, or all with --device cuda"
+    )
 
 
 def _go_on(waiting_for: str, deadline: float, cancelled: Callable[[], bool]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +17,13 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from worker_driver import Driver, by_slot, sampling
+from worker_driver import Driver, by_slot, free_address, on_ranks, sampling
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from worker import rank
 from worker.batch import RowResult, StepCommand
 from worker.device import CpuDevice
-from worker.errors import StepError
+from worker.errors import SetupError, StepError
 from worker.pipeline import Pipeline
 
 SLOTS = 4
@@ -210,3 +212,43 @@ def test_ranks_run_forwards_of_as_many_rows(gpu: Driver, other_streams: bool, ro
     assert backend.num_rows(8) == 8
     backend.agree(group)
     assert backend.num_rows(8) == rows
+
+
+def ranks_on(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, devices: list[Callable[[], Any]]
+) -> list[Driver]:
+    """A rank on each device, met over gloo."""
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(rank, "open_device", lambda _, rank, __: devices[rank]())
+    address = free_address()
+    setup = {"world_size": len(devices), "rendezvous_address": address, "max_seq_len": 64}
+    return on_ranks(
+        len(devices),
+        lambda number: unwatched(Driver(folder, rank=number, max_step_tokens=48, **setup)),
+    )
+
+
+def test_two_ranks_share_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """160 rows of the head stream on one rank, 161 do not on the other: it would wait for ever."""
+    shape = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "vocab_size": 321}
+    make_checkpoint(tmp_path, "qwen3", seed=4, dtype="bfloat16", **shape)
+    ranks = ranks_on(monkeypatch, tmp_path, [fake_cuda.device] * 2)
+
+    def serve(number: int) -> list[list[int]]:
+        alone = ranks[number].generate(PROMPTS[1], 9, 1, num_steps=3)
+        cut = ranks[number].generate(PROMPTS[1], 9, 2, cuts=(5,), **MODES["seeded"])
+        return [alone, cut, ranks[number].generate(PROMPTS[1], 9, 0)]
+
+    first, second = on_ranks(2, serve)
+    assert first == second
+    assert first[0] == first[2]
+    assert len(first[1]) == 9
+
+
+def test_a_cpu_and_a_gpu_are_no_group(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Refused at once, by the rank that has the store and by the one that reads it."""
+    began = time.monotonic()
+    found = r"rank 0 on cpu, rank 1 on cuda:0 \(none\); start all workers with --device cpu"
+    with pytest.raises(SetupError, match=found):
+        ranks_on(monkeypatch, folder, [lambda: CpuDevice(1), fake_cuda.device])
+    assert time.monotonic() - began < 30
