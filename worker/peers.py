@@ -74,6 +74,11 @@ class CudaGroup:
         """Whether the calls may be captured in a graph, and a replay ends without a peer."""
         return self._nccl is None
 
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of the buffers; torch has the rest, and NCCL does not tell of its own."""
+        return 0 if self._peers is None else self._peers.num_bytes
+
     def reserve(
         self,
         max_tokens: int,

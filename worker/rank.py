@@ -161,7 +161,7 @@ class Rank:
             device=device.name,
             pace=device.pace,
             plan=plan,
-            measured_bytes=device.resident_bytes(),
+            measured_bytes=device.resident_bytes() + self._group.device_bytes,
             self_tests=tests,
             num_threads=device.num_threads,
         )

@@ -34,6 +34,9 @@ class TensorParallelGroup:
     `reserve` allocates their memory once.
     """
 
+    # What it takes is part of the process's resident set.
+    device_bytes = 0
+
     def __init__(self, rank: int, world_size: int, backend: Any, same_machine: bool) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -135,6 +138,10 @@ class Group(Protocol):
     rank: int
     world_size: int
     same_machine: bool
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory that `reserve` took and Device.resident_bytes does not count."""
 
     @property
     def capturable(self) -> bool:

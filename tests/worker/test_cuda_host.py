@@ -25,6 +25,7 @@ from worker.batch import RowResult, StepCommand
 from worker.device import CpuDevice
 from worker.errors import SetupError, StepError
 from worker.pipeline import Pipeline
+from worker.tensor_parallel import Rendezvous
 
 SLOTS = 4
 PROMPTS = [
@@ -252,3 +253,17 @@ def test_a_cpu_and_a_gpu_are_no_group(monkeypatch: pytest.MonkeyPatch, folder: P
     with pytest.raises(SetupError, match=found):
         ranks_on(monkeypatch, folder, [lambda: CpuDevice(1), fake_cuda.device])
     assert time.monotonic() - began < 30
+
+
+def test_the_buffers_of_the_sums_are_measured(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    fake_cuda.install(monkeypatch)
+    device = fake_cuda.device()
+    monkeypatch.setattr(device, "resident_bytes", lambda: 1000)
+    monkeypatch.setattr(rank, "open_device", lambda *_: device)
+    assert Driver(folder, max_seq_len=64).info.measured_bytes == 1000
+    group: Any = device.join_group(Rendezvous(0, 1, "", 1.0, lambda: False, device.name))
+    group.device_bytes = 24
+    monkeypatch.setattr(device, "join_group", lambda _: group)
+    assert Driver(folder, max_seq_len=64).info.measured_bytes == 1024

@@ -38,7 +38,6 @@ SHAPE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 4096,
 }
 MODES: dict[str, dict[str, Any]] = {
@@ -130,6 +129,7 @@ def run_rank(rank: int, address: str, folder: Path) -> dict[str, Any]:
     )
     failed = [test.detail for test in driver.info.self_tests if not test.passed]
     assert not failed, failed
+    memory = check_memory(driver)
     group = Group(driver)
     promise(group)
     # 300 steps, in commands of one and of many.
@@ -137,14 +137,33 @@ def run_rank(rank: int, address: str, folder: Path) -> dict[str, Any]:
     # What the scheduler compares must show a rank that draws for itself, at the first step.
     strayed = [result.digest for result in drawn(driver, [1], seed=100 + rank)]
     driver.rank.release()
-    return {"hash": group.hash(), "digests": digests, "strayed": strayed}
+    return {"hash": group.hash(), "digests": digests, "strayed": strayed, "memory": memory}
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the ranks print; the checks within a rank have passed."""
+def check_memory(driver: GpuDriver) -> int:
+    """What is measured holds the buffers that the ranks write to, and the plan has room for them.
+
+    Returns their bytes.
+    """
+    info, group, device = driver.info, driver.decoder.group, driver.rank._device
+    assert device is not None
+    assert info.measured_bytes == device.resident_bytes() + group.device_bytes
+    assert group.device_bytes < device.footprint.group_bytes
+    assert info.measured_bytes < info.plan.predicted_bytes
+    return group.device_bytes
+
+
+@pytest.fixture(scope="module", params=[VOCAB_SIZE, VOCAB_SIZE + 1])
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What the ranks print; the checks within a rank have passed.
+
+    Of an odd vocabulary one rank has 1,024 rows, which stream, and the other 1,025, which do not.
+    """
     folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "qwen3", seed=5, dtype="bfloat16", device=DEVICE, **SHAPE)
+    shape = {**SHAPE, "vocab_size": request.param}
+    make_checkpoint(folder, "qwen3", seed=5, dtype="bfloat16", device=DEVICE, **shape)
     address = free_address()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     logs = [folder / f"rank{rank}.log" for rank in range(WORLD_SIZE)]
@@ -191,6 +210,14 @@ def test_ranks_draw_the_same_tokens(reports: list[dict[str, Any]]) -> None:
     assert len(first) == 1 + 44 + 8
     assert first == second
     assert len(set(first)) == len(first)
+
+
+def test_the_ranks_have_buffers(reports: list[dict[str, Any]]) -> None:
+    """256 lanes of 16 KB for each rank, twice, and the packets of few rows."""
+    first, second = (report["memory"] for report in reports)
+    if first == second == 0:
+        pytest.skip("these GPUs do not reach each other's memory: NCCL sums")
+    assert 2 * WORLD_SIZE * 256 * (16 << 10) < first == second
 
 
 def test_a_rank_that_draws_for_itself_is_seen(reports: list[dict[str, Any]]) -> None:
