@@ -1,5 +1,6 @@
 """What `slotwise doctor` says of NVIDIA GPUs."""
 
+import os
 import re
 from importlib import metadata
 
@@ -21,6 +22,8 @@ def gpu_findings(with_cuda: bool) -> tuple[list[Finding], bool]:
         advice = "models are served on the CPU; a GPU needs NVIDIA's driver"
         return [Finding("GPU", None, str(error), advice)], False
     cards = [_card(index, card) for index, card in enumerate(gpus.cards)]
+    if gpus.hidden:
+        cards.append(_hidden(gpus))
     if not cards:
         cards = [Finding("GPU", None, "the driver sees no card", "models are served on the CPU")]
     driver = _driver(gpus)
@@ -51,6 +54,15 @@ def _card(index: int, card: Gpu) -> Finding:
         return Finding(f"GPU {index}", True, state)
     least = ".".join(map(str, LEAST_CAPABILITY))
     return Finding(f"GPU {index}", None, state, f"too old: {least} or newer is needed")
+
+
+def _hidden(gpus: Gpus) -> Finding:
+    """The cards that CUDA does not show."""
+    names = ", ".join(card.name for card in gpus.hidden)
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = "CUDA does not show them" if setting is None else f"CUDA_VISIBLE_DEVICES is {setting!r}"
+    advice = "" if gpus.cards else "models are served on the CPU"
+    return Finding("GPUs not used", None, f"{names}: {why}", advice)
 
 
 def _links(links: tuple[Link, ...]) -> list[Finding]:

@@ -1,11 +1,20 @@
-"""The NVIDIA GPUs of this machine, as the driver's management library (NVML) describes them."""
+"""The NVIDIA GPUs of this machine, as the driver's management library (NVML) describes them.
 
+NVML counts them as they are plugged in; CUDA, and so a worker, by speed or as it is told, and
+without those that CUDA_VISIBLE_DEVICES hides. The UUID says which is which.
+"""
+
+import ctypes
 import importlib
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Final
+
+# Of cuInit; also where CUDA_VISIBLE_DEVICES hides all.
+_CUDA_NO_DEVICE: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Two cards: whether one reads the other's memory, and whether NVLink joins them."""
+    """Two of `Gpus.cards`: whether one reads the other's memory, and whether NVLink joins them."""
 
     first: int
     second: int
@@ -31,29 +40,38 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What the driver says. `cuda`: the newest CUDA that it runs."""
+    """What the driver says. `cuda`: the newest CUDA that it runs.
+
+    `cards` are those that CUDA sees, in its order: a worker on `cuda:N` has the N-th.
+    """
 
     driver: str
     cuda: tuple[int, int]
     cards: tuple[Gpu, ...]
     links: tuple[Link, ...]
+    hidden: tuple[Gpu, ...] = ()
 
 
 class NoDriverError(Exception):
     """There is no NVIDIA driver here, or it cannot be asked; the message says which."""
 
 
-def find_gpus(nvml: Any = None) -> Gpus:
-    """Looks at the cards without using one. `nvml`: the module, pynvml unless given.
+def find_gpus(nvml: Any = None, cuda: Any = None) -> Gpus:
+    """Looks at the cards without using one.
 
-    NoDriverError where there is none to ask.
+    `nvml`, `cuda`: pynvml and libcuda unless given. NoDriverError where there is none to ask.
     """
     library = nvml if nvml is not None else _import_nvml()
     with _session(library):
-        handles = [
-            library.nvmlDeviceGetHandleByIndex(index)
-            for index in range(library.nvmlDeviceGetCount())
-        ]
+        found = {}
+        for index in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            found[library.nvmlDeviceGetUUID(handle)] = handle
+        order = _cuda_order(cuda if cuda is not None else _load_cuda())
+        # Parts of a card (MIG) have UUIDs of their own: then all cards are shown.
+        if order is None or not found.keys() >= set(order):
+            order = list(found)
+        handles = [found[name] for name in order]
         version = library.nvmlSystemGetCudaDriverVersion_v2()
         return Gpus(
             driver=library.nvmlSystemGetDriverVersion(),
@@ -63,7 +81,39 @@ def find_gpus(nvml: Any = None) -> Gpus:
                 _link(library, handles, first, second)
                 for first, second in combinations(range(len(handles)), 2)
             ),
+            hidden=tuple(
+                _card(library, handle) for name, handle in found.items() if name not in order
+            ),
         )
+
+
+def _load_cuda() -> Any:
+    """libcuda, or None."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _cuda_order(library: Any) -> list[str] | None:
+    """The UUIDs of the cards that CUDA sees, in its order, as NVML writes them; None: no answer."""
+    if library is None:
+        return None
+    status = library.cuInit(0)
+    if status == _CUDA_NO_DEVICE:
+        return []
+    count = ctypes.c_int()
+    if status or library.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+    names = []
+    for index in range(count.value):
+        device, number = ctypes.c_int(), ctypes.create_string_buffer(16)
+        if library.cuDeviceGet(ctypes.byref(device), index):
+            return None
+        if library.cuDeviceGetUuid_v2(number, device):
+            return None
+        names.append(f"GPU-{uuid.UUID(bytes=number.raw)}")
+    return names
 
 
 def _import_nvml() -> Any:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,9 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
         return index
 
+    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
+        return f"GPU-{uuid.UUID(int=handle)}"
+
     def nvmlSystemGetDriverVersion(self):  # noqa: N802
         return "580.1"
 
@@ -80,12 +84,40 @@ class FakeNvml:
         return 0 if (first, second) in self.pairs[index] else 5
 
 
+class FakeCuda:
+    """The CUDA of a FakeNvml that shows these of its cards, in this order."""
+
+    def __init__(self, *shown, status=0):
+        self.shown = shown
+        self.status = status or (0 if shown else 100)
+
+    def cuInit(self, flags):  # noqa: N802
+        return self.status
+
+    def cuDeviceGetCount(self, count):  # noqa: N802
+        count._obj.value = len(self.shown)
+        return 0
+
+    def cuDeviceGet(self, device, index):  # noqa: N802
+        device._obj.value = 70 + index
+        return 0
+
+    def cuDeviceGetUuid_v2(self, number, device):  # noqa: N802
+        number.raw = uuid.UUID(int=self.shown[device.value - 70]).bytes
+        return 0
+
+
+def look(nvml, cuda=None):
+    """find_gpus; CUDA shows all cards in NVML's order unless another is given."""
+    return find_gpus(nvml, cuda or FakeCuda(*range(len(nvml.cards))))
+
+
 @pytest.fixture
 def driver(monkeypatch):
     """Puts a driver in the place of this machine's, and a torch with CUDA in that of the real."""
 
-    def use(nvml, torch="2.13.0+cu130"):
-        monkeypatch.setattr(module, "find_gpus", lambda: find_gpus(nvml))
+    def use(nvml, cuda=None, torch="2.13.0+cu130"):
+        monkeypatch.setattr(module, "find_gpus", lambda: look(nvml, cuda))
         monkeypatch.setattr(module.metadata, "version", lambda name: torch)
 
     return use
@@ -98,7 +130,7 @@ def found(with_cuda=True) -> tuple[dict[str, Finding], bool]:
 
 def test_what_the_driver_says():
     nvml = FakeNvml(H200, H200, H200, nvlinks=[(0, 1)], peers=[(0, 1), (1, 2)], version=12080)
-    gpus = find_gpus(nvml)
+    gpus = look(nvml)
     assert (gpus.driver, gpus.cuda) == ("580.1", (12, 8))
     assert gpus.cards == (H200,) * 3
     assert gpus.links == (
@@ -119,20 +151,72 @@ def test_what_the_driver_says():
 )
 def test_a_driver_that_cannot_be_asked(error, said):
     with pytest.raises(NoDriverError, match=said):
-        find_gpus(FakeNvml(error=error))
+        look(FakeNvml(error=error))
 
 
 def test_a_driver_that_fails_while_it_is_asked():
     nvml = FakeNvml(H200)
     nvml.nvmlDeviceGetName = lambda handle: (_ for _ in ()).throw(NvmlError("GPU is lost"))
     with pytest.raises(NoDriverError, match="GPU is lost"):
-        find_gpus(nvml)
+        look(nvml)
     assert not nvml.open
+
+
+TITAN = Gpu("NVIDIA TITAN V", (7, 0), 12 << 30, 12 << 30, 0)
+A100 = Gpu("NVIDIA A100", (8, 0), 80 << 30, 80 << 30, 0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "cards", "hidden", "links"),
+    [
+        ((0, 1, 2), (TITAN, A100, H200), (), {(0, 1)}),
+        # As CUDA does by itself: the fastest first.
+        ((2, 1, 0), (H200, A100, TITAN), (), {(1, 2)}),
+        ((1, 0), (A100, TITAN), (H200,), {(0, 1)}),
+        ((2,), (H200,), (TITAN, A100), set()),
+        ((), (), (TITAN, A100, H200), set()),
+    ],
+)
+def test_cards_are_counted_as_cuda_counts_them(shown, cards, hidden, links):
+    nvml = FakeNvml(TITAN, A100, H200, nvlinks=[(0, 1), (1, 0)])
+    gpus = look(nvml, FakeCuda(*shown))
+    assert (gpus.cards, gpus.hidden) == (cards, hidden)
+    assert {(link.first, link.second) for link in gpus.links if link.nvlink} == links
+
+
+@pytest.mark.parametrize("cuda", [FakeCuda(0, status=802), FakeCuda(0, 9)])
+def test_without_an_answer_of_cuda_the_order_is_nvmls(cuda):
+    """It does not start, or it names a part of a card."""
+    gpus = look(FakeNvml(TITAN, H200), cuda)
+    assert (gpus.cards, gpus.hidden) == ((TITAN, H200), ())
+
+
+def test_hidden_cards_are_told(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    driver(FakeNvml(TITAN, H200, A100), FakeCuda(1))
+    findings, usable = found()
+    assert usable
+    assert findings["GPU 0"].state.startswith("NVIDIA H200,")
+    assert "GPU 1" not in findings
+    assert findings["GPUs not used"].state == (
+        "NVIDIA TITAN V, NVIDIA A100: CUDA_VISIBLE_DEVICES is '1'"
+    )
+
+
+def test_all_cards_are_hidden(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    driver(FakeNvml(H200, H200), FakeCuda())
+    findings, usable = found()
+    assert not usable
+    hidden = findings["GPUs not used"]
+    assert hidden.ok is None
+    assert hidden.state == "NVIDIA H200, NVIDIA H200: CUDA_VISIBLE_DEVICES is ''"
+    assert hidden.advice == "models are served on the CPU"
 
 
 def test_a_container_that_hides_programs():
     hidden = Gpu("NVIDIA H200", (9, 0), 1, 1, -1)
-    assert find_gpus(FakeNvml(hidden)).cards[0].num_programs == 0
+    assert look(FakeNvml(hidden)).cards[0].num_programs == 0
 
 
 def test_one_card(driver):
@@ -208,9 +292,7 @@ def test_without_a_card_the_cpu_serves(driver, nvml):
 
 
 def test_the_doctor_says_no_driver_and_goes_on(slotwise, monkeypatch):
-    monkeypatch.setattr(
-        module, "find_gpus", lambda: find_gpus(FakeNvml(error=LibraryNotFoundError()))
-    )
+    monkeypatch.setattr(module, "find_gpus", lambda: look(FakeNvml(error=LibraryNotFoundError())))
     done = slotwise("doctor", "--server", "127.0.0.1:1")
     assert done.code == 0
     assert "GPU: no NVIDIA driver" in done.out
