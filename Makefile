@@ -18,7 +18,7 @@ NATIVE_SOURCES := $(shell find native protos -type f)
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu build build-gpu protos fmt lint type golden bench bench-gpu clean
+.PHONY: help demo test test-gpu sanitize-gpu build build-gpu protos fmt lint type golden bench bench-gpu clean
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -30,6 +30,7 @@ help:
 	@echo "with an NVIDIA GPU and nvcc:"
 	@echo "make test-gpu    build with CUDA, run the tests that need a GPU"
 	@echo "make bench-gpu   build with CUDA, measure beside the targets; results in build/bench-gpu"
+	@echo "make sanitize-gpu   build with CUDA, the native tests under compute-sanitizer (hours)"
 
 demo: $(BUILT)
 	@$(BIN)/slotwise demo
@@ -70,6 +71,11 @@ build-gpu: $(TORCH)
 
 test-gpu: build-gpu
 	$(BIN)/pytest -m gpu $(ARGS) $(TESTS)
+
+sanitize-gpu: build-gpu
+	$(BIN)/python tests/sanitize_gpu.py memcheck $(ARGS)
+	$(BIN)/python tests/sanitize_gpu.py racecheck $(ARGS)
+	$(BIN)/python tests/sanitize_gpu.py synccheck $(ARGS)
 
 bench-gpu: build-gpu
 	$(BIN)/python tests/bench_gpu.py $(ARGS)
