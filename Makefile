@@ -30,7 +30,7 @@ help:
 	@echo "with an NVIDIA GPU and nvcc:"
 	@echo "make test-gpu    build with CUDA, run the tests that need a GPU"
 	@echo "make bench-gpu   build with CUDA, measure beside the targets; results in build/bench-gpu"
-	@echo "make sanitize-gpu   build with CUDA, the native tests under compute-sanitizer (hours)"
+	@echo "make sanitize-gpu   build with CUDA, the native tests under compute-sanitizer (long)"
 
 demo: $(BUILT)
 	@$(BIN)/slotwise demo

@@ -86,7 +86,7 @@ def test_a_failed_test_is_no_success(sanitize):
 def test_what_is_cut_off_is_told(sanitize):
     code, out = sanitize(body="time.sleep(60)", seconds=5)
     assert code == 1
-    assert re.search(r"test_two: \d of 6 tests passed, 0 errors, \d of 3 processes did not end", out)
+    assert re.search(r"test_two: \d of 6 tests passed, 0 errors, \d of 3 processes did not", out)
 
 
 def test_without_the_tool(monkeypatch, capsys):
