@@ -211,7 +211,8 @@ def _check_tensors(config: ModelConfig, located: dict[str, TensorLocation]) -> N
             )
         if stored.dtype not in DTYPE_BYTES:
             raise CheckpointError(
-                f"{name} is stored as {stored.dtype}; supported: {', '.join(DTYPE_BYTES)}"
+                f"{name} is stored as {stored.dtype}; supported: {', '.join(DTYPE_BYTES)}; "
+                "take the model as it was published before it was quantised"
             )
 
 

@@ -69,6 +69,10 @@ class CudaDevice(Device):
         free, _ = torch.cuda.mem_get_info(self._device)
         return max(0, free - _MARGIN_BYTES)
 
+    def total_bytes(self) -> int:
+        """The card's memory."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
     def backend(self, weight_dtype: str) -> Backend[Any]:
         """The operators on the device's stream."""
         return CudaBackend(self._device, self._stream, weight_dtype)

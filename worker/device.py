@@ -72,6 +72,10 @@ class Device(ABC):
         """The device's memory that can still be taken."""
 
     @abstractmethod
+    def total_bytes(self) -> int:
+        """The device's memory in all."""
+
+    @abstractmethod
     def backend(self, weight_dtype: str) -> Backend[Any]:
         """The operators, for weights of this type."""
 
@@ -86,7 +90,13 @@ class Device(ABC):
     def plan(self, config: ModelConfig, shard: Shard, limits: ServingLimits) -> MemoryPlan:
         """What a rank will take of this device's memory."""
         return plan_memory(
-            config, shard, limits, self.resident_bytes(), self.available_bytes(), self.footprint
+            config,
+            shard,
+            limits,
+            self.resident_bytes(),
+            self.available_bytes(),
+            self.total_bytes(),
+            self.footprint,
         )
 
     def enter(self) -> None:  # noqa: B027 (nothing to do on the CPU)
@@ -127,6 +137,10 @@ class CpuDevice(Device):
     def available_bytes(self) -> int:
         """The machine's memory, or less if a container limits it."""
         return available_bytes()
+
+    def total_bytes(self) -> int:
+        """The machine's memory, also if a container limits it."""
+        return int(psutil.virtual_memory().total)
 
     def backend(self, weight_dtype: str) -> Backend[Any]:
         """The same for every type."""

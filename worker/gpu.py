@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pynvml
 import torch
 
@@ -29,7 +31,8 @@ def refuse_unusable(index: int) -> None:
         )
     if torch.version.cuda is None:
         raise SetupError(
-            f"--device cuda: torch {torch.__version__} is a build for CPUs; install the CUDA build"
+            f"--device cuda: torch {torch.__version__} is a build for CPUs; take the one for CUDA "
+            "from pip's own index: pip install --force-reinstall torch"
         )
     try:
         pynvml.nvmlInit()
@@ -44,9 +47,16 @@ def refuse_unusable(index: int) -> None:
         count = torch.cuda.device_count()
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        none = "; none is visible, see CUDA_VISIBLE_DEVICES" if count == 0 else ""
+        if count == 0:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            setting = "not set" if visible is None else repr(visible)
+            raise SetupError(
+                f"--device cuda: CUDA sees no GPU: {error}; CUDA_VISIBLE_DEVICES is {setting}; "
+                f"driver {driver}; `slotwise doctor` lists the cards"
+            ) from error
         raise SetupError(
-            f"--device cuda: driver {driver} cannot run CUDA {torch.version.cuda}: {error}{none}"
+            f"--device cuda: driver {driver} cannot run CUDA {torch.version.cuda}: {error}; take a "
+            "newer driver, or torch for an older CUDA"
         ) from error
     if index >= count:
         raise SetupError(

@@ -51,7 +51,7 @@ class ServingLimits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose, for one rank."""
+    """Bytes by purpose, for one rank. `total_bytes`: what the device has in all."""
 
     baseline_bytes: int
     weight_bytes: int
@@ -60,6 +60,7 @@ class MemoryPlan:
     available_bytes: int
     limits: ServingLimits
     kv_bytes_per_position: int
+    total_bytes: int
 
     @property
     def needed_bytes(self) -> int:
@@ -93,9 +94,13 @@ def plan_memory(
     limits: ServingLimits,
     baseline: int,
     available: int,
+    total: int,
     footprint: Footprint = CPU_FOOTPRINT,
 ) -> MemoryPlan:
-    """The plan for one rank. `baseline`: resident bytes before loading; `available`: bytes free."""
+    """The plan for one rank.
+
+    `baseline`: resident bytes before loading; `available`: bytes free of the device's `total`.
+    """
     per_position = (
         config.num_layers * 2 * shard.kv_heads.size * config.head_dim * DTYPE_BYTES[limits.kv_dtype]
     )
@@ -107,6 +112,7 @@ def plan_memory(
         available_bytes=available,
         limits=limits,
         kv_bytes_per_position=per_position,
+        total_bytes=total,
     )
 
 
@@ -126,7 +132,8 @@ def check_fits(plan: MemoryPlan) -> None:
         f"{_mib(plan.needed_bytes)}: weights {_mib(plan.weight_bytes)} + KV "
         f"{limits.num_slots} x {limits.max_seq_len} x {plan.kv_bytes_per_position:,} bytes = "
         f"{_mib(plan.kv_bytes)} + workspace {_mib(plan.workspace_bytes)}; "
-        f"available: {_mib(plan.available_bytes)}; {advice}"
+        f"available: {_mib(plan.available_bytes)} of {_mib(plan.total_bytes)} (the rest is in use "
+        f"or kept free); {advice}"
     )
 
 

@@ -132,7 +132,7 @@ def test_misshapen_tensor(folder: Path) -> None:
 def test_integer_tensor(folder: Path) -> None:
     name = name_in_shard(folder)
     edit_shard(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
-    refused(folder, name, "I8")
+    refused(folder, name, "I8", "quantised")
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "", "..", 7])

@@ -73,7 +73,7 @@ def test_torch_for_cpus(card: pytest.MonkeyPatch) -> None:
     card.setattr(torch.version, "cuda", None)
     message = refusal()
     assert f"torch {torch.__version__} is a build for CPUs" in message
-    assert "install the CUDA build" in message
+    assert "pip install --force-reinstall torch" in message
 
 
 @pytest.mark.parametrize("where", ["nvmlInit", "nvmlSystemGetDriverVersion"])
@@ -92,15 +92,26 @@ def test_a_driver_too_old(card: pytest.MonkeyPatch, where: str) -> None:
     error = "The NVIDIA driver on your system is too old (found version 11040)."
     card.setattr(torch.cuda, where, raising(RuntimeError(error)))
     message = refusal()
-    for part in (DRIVER, "CUDA 13.0", error):
+    for part in (DRIVER, "CUDA 13.0", error, "take a newer driver"):
         assert part in message
 
 
-def test_no_gpu_is_visible(card: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "setting"),
+    [
+        (None, "CUDA_VISIBLE_DEVICES is not set"),
+        ("", "CUDA_VISIBLE_DEVICES is ''"),
+        ("7", "CUDA_VISIBLE_DEVICES is '7'"),
+    ],
+)
+def test_no_gpu_is_visible(card: pytest.MonkeyPatch, value: str | None, setting: str) -> None:
+    card.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        card.setenv("CUDA_VISIBLE_DEVICES", value)
     card.setattr(torch.cuda, "device_count", lambda: 0)
     card.setattr(torch.cuda, "init", raising(RuntimeError("No CUDA GPUs are available")))
     message = refusal()
-    assert "No CUDA GPUs are available; none is visible, see CUDA_VISIBLE_DEVICES" in message
+    assert f"sees no GPU: No CUDA GPUs are available; {setting}; driver {DRIVER}" in message
 
 
 @pytest.mark.parametrize(("index", "count"), [(0, 0), (1, 1), (3, 2)])

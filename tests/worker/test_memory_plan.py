@@ -44,7 +44,8 @@ def plan(
     available: int = 1 << 40,
     world_size: int = 1,
 ) -> MemoryPlan:
-    return plan_memory(config, shard_of(config, 0, world_size), limits, 250 << 20, available)
+    shard = shard_of(config, 0, world_size)
+    return plan_memory(config, shard, limits, 250 << 20, available, 2 << 40)
 
 
 def test_kv_arithmetic() -> None:
@@ -71,7 +72,13 @@ def test_refused_with_the_arithmetic() -> None:
     with pytest.raises(MemoryPlanError) as caught:
         check_fits(tight)
     message = str(caught.value)
-    for part in ("8 slots x 4096", "46,080 bytes", "1,440 MiB", "1,024 MiB", "513 MiB"):
+    for part in (
+        "8 slots x 4096",
+        "46,080 bytes",
+        "1,440 MiB",
+        "1,024 MiB of 2,097,152 MiB",
+        "513 MiB",
+    ):
         assert part in message
     for slots, length in largest_fitting(tight):
         assert f"{slots} slots x {length}" in message
@@ -101,6 +108,7 @@ def test_loaded_weights_are_not_counted_twice() -> None:
         LIMITS,
         cold.baseline_bytes + cold.weight_bytes,
         cold.available_bytes - cold.weight_bytes,
+        cold.total_bytes,
     )
     warm = without_weights(resident)
     assert warm.predicted_bytes == cold.predicted_bytes
