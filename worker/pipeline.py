@@ -5,42 +5,75 @@ So the next command reaches the device while the last one still runs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TypeVar
 
 from worker.batch import StepCommand, StepResult
-from worker.executor import Executor, Submitted
+from worker.executor import Executor
 
 T = TypeVar("T")
+
+
+class _Line:
+    """A thread that makes calls in order, which must not raise.
+
+    A call begins in two thirds of the time a ThreadPoolExecutor takes, and is added in a third.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        # A process that fails before `end` does not wait for it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], object]) -> None:
+        """Adds a call; none is made after `end`."""
+        self._calls.put(call)
+
+    def end(self) -> None:
+        """Waits for the calls so far, and ends the thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 class Pipeline:
     """The step thread, on which a rank lives, and the thread that waits for its results."""
 
     def __init__(self) -> None:
-        self._steps = ThreadPoolExecutor(1, thread_name_prefix="step")
-        self._results = ThreadPoolExecutor(1, thread_name_prefix="result")
+        self._steps = _Line("step")
+        self._results = _Line("result")
 
     def call(self, function: Callable[..., T], *arguments: object) -> Future[T]:
         """Calls a function on the step thread once all commands before it have been collected."""
+        future: Future[T] = Future()
 
-        def after_results() -> T:
-            self._results.submit(lambda: None).result()
-            return function(*arguments)
+        def when_collected() -> None:
+            collected = threading.Event()
+            self._results.put(collected.set)
+            collected.wait()
+            if future.set_running_or_notify_cancel():
+                _set_outcome(future, function, *arguments)
 
-        return self._steps.submit(after_results)
+        self._steps.put(when_collected)
+        return future
 
     def run(self, executor: Callable[[], Executor], command: StepCommand) -> Future[StepResult]:
         """The result of a command; a cancelled one is not begun."""
         future: Future[StepResult] = Future()
-        self._steps.submit(self._begin, executor, command, future)
+        self._steps.put(lambda: self._begin(executor, command, future))
         return future
 
     def shutdown(self) -> None:
         """Ends both threads once they are idle."""
-        self._steps.shutdown()
-        self._results.shutdown()
+        self._steps.end()
+        self._results.end()
 
     def _begin(
         self,
@@ -56,11 +89,11 @@ class Pipeline:
         except Exception as error:
             future.set_exception(error)
             return
-        self._results.submit(_collect, present, submitted, future)
+        self._results.put(lambda: _set_outcome(future, present.collect, submitted))
 
 
-def _collect(executor: Executor, submitted: Submitted, future: Future[StepResult]) -> None:
+def _set_outcome(future: Future[T], function: Callable[..., T], *arguments: object) -> None:
     try:
-        future.set_result(executor.collect(submitted))
+        future.set_result(function(*arguments))
     except Exception as error:
         future.set_exception(error)
