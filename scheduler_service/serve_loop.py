@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from .errors import GroupError, WorkerLostError
-from .request import Event
+from .request import Event, TokenEvent
 from .scheduler import Scheduler
 from .step import ResultError
 from .worker_group import WorkerGroup
@@ -144,18 +144,22 @@ class ServeLoop:
             # Raised again where `serve` waits, which is the one place that handles it.
             self._group.fail(EngineBugError(repr(error)))
 
-    def _pump(self, events: Iterable[Event] = ()) -> None:
-        """Ends what is due, plans and sends a command if there is one, then tells `events`.
+    def _pump(self, events: Sequence[Event] = ()) -> None:
+        """Ends what is due, plans and sends a command if there is one, and tells `events`.
 
         Workers first: what the clients' tasks do with an event would hold up a command behind it.
+        But a first token goes out before a command that the workers need not wait for.
         """
         now_ns = time.monotonic_ns()
         expired = self.scheduler.expire(now_ns)
         self._arm_deadline_timer(now_ns)
-        if self._is_serving:
+        clients_first = self.scheduler.outstanding and any(map(_is_first_token, events))
+        if self._is_serving and not clients_first:
             self._send_command(now_ns)
         self._tell(events)
         self._tell(expired)
+        if clients_first:
+            self.pump_soon()
 
     def _send_command(self, now_ns: int) -> None:
         """One in a turn of the event loop: it is on its way before the next one is planned."""
@@ -185,3 +189,7 @@ class ServeLoop:
         self._group.fail(
             WorkerLostError(0, f"no result for {silence_s:.1f} s while a step is due on all ranks")
         )
+
+
+def _is_first_token(event: Event) -> bool:
+    return isinstance(event, TokenEvent) and event.first_index == 0

@@ -124,6 +124,55 @@ async def test_a_command_is_on_its_way_before_the_next_one_is_planned():
     loop.close()
 
 
+class Told:
+    """Events are told into `order` by a task, as a client's is woken by them."""
+
+    def __init__(self, order):
+        self.order = order
+        self.events = asyncio.Queue()
+        self.task = asyncio.create_task(self.run())
+
+    def __call__(self, events):
+        for event in events:
+            self.events.put_nowait(event)
+
+    async def run(self):
+        while True:
+            self.order.append(await self.events.get())
+
+
+class PacedGroup(LocalGroup):
+    """Gives a result when it is let."""
+
+    def __init__(self, order):
+        super().__init__(order)
+        self.may_give = asyncio.Semaphore(0)
+
+    async def receive(self):
+        await self.may_give.acquire()
+        return await super().receive()
+
+
+async def test_a_first_token_goes_out_before_a_command_that_workers_need_not_wait_for():
+    order = []
+    group, told = PacedGroup(order), Told(order)
+    limits = make_limits(num_slots=1, max_outstanding=2, max_steps_per_command=1)
+    scheduler = Scheduler(limits)
+    scheduler.submit(make_request("a", max_new_tokens=9))
+    loop = ServeLoop(scheduler, group, told, worker_timeout_s=60)
+    serving = asyncio.create_task(loop.serve())
+    for _ in range(3):
+        for _ in range(9):
+            await asyncio.sleep(0)
+        group.may_give.release()
+    kinds = [type(entry) for entry in order]
+    assert kinds[:4] == [StepCommand, StepCommand, TokenEvent, StepCommand]
+    assert kinds[4:6] == [StepCommand, TokenEvent]
+    for task in (serving, told.task):
+        task.cancel()
+    loop.close()
+
+
 async def test_nothing_is_planned_or_told_after_the_close():
     told = []
     scheduler = Scheduler(make_limits(num_slots=1))
