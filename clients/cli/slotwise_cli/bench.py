@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -28,6 +29,9 @@ from .output import CliError, Output, Report
 from .plots import plot_ladder
 from .serve import DtypeOption, JsonFlag, model_folder, server_flags
 from .server_process import running_server
+
+# As a worker logs it (worker/rank.py).
+IDLE = re.compile(r"worker 0: .*idle between steps: median ([\d.]+) us,.* 99 % ([\d.]+) us")
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 bench.command()(steps)
@@ -90,10 +94,13 @@ def ladder(
             served = _measure_server(server, plan, report)
         else:
             folder = model_folder(model or "demo", report)
-            with running_server(folder, chosen + room, report) as address:
+            log: list[str] = []
+            with running_server(folder, chosen + room, report, log.append) as address:
                 served = _measure_server(address, plan, report)
             limit = find_limit(folder, served.server, bandwidth, report)
         result = _summary(served, plan, limit)
+        if server is None:
+            _add_idle(result, log)
         if in_process and server is None and (tp or 1) == 1:
             _add_engine(result, _run_engine(folder, served, plan, report))
         elif in_process:
@@ -163,6 +170,14 @@ def _summary(served: Served, plan: Plan, limit: MemoryLimit | None) -> dict[str,
         **bandwidth,
         "levels": levels,
     }
+
+
+def _add_idle(result: dict[str, Any], log: list[str]) -> None:
+    """What the first rank said at its end, if it is on a GPU: of the last steps, at all levels."""
+    for line in log:
+        if found := IDLE.search(line):
+            median, most = float(found[1]), float(found[2])
+            result["idle_between_steps_us"] = {"median": median, "percentile_99": most}
 
 
 def _ratios(level: Level, one: Level | None) -> dict[str, float | None]:
@@ -259,6 +274,11 @@ def _show(result: dict[str, Any], output: Output) -> None:
     for level in result["levels"]:
         table.add_row(*_row(level))
     output.table(table)
+    if idle := result.get("idle_between_steps_us"):
+        output.line(
+            f"the GPU was idle between two steps for {idle['median']:.1f} us (median), "
+            f"{idle['percentile_99']:.1f} us (99 %)"
+        )
     if "peer" in result:
         peer = result["peer"]
         ratio = f"; Slotwise at n=1: {peer['ratio_at_one']:.2f}x" if "ratio_at_one" in peer else ""

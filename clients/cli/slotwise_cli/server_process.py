@@ -126,12 +126,17 @@ def report_event(event: Event, report: Report) -> None:
 
 
 @contextmanager
-def running_server(model: Path, flags: Sequence[str], report: Report) -> Iterator[str]:
-    """A server on a free port of this machine for the time of a block; gives its address."""
+def running_server(
+    model: Path, flags: Sequence[str], report: Report, log: LogSink | None = None
+) -> Iterator[str]:
+    """A server on a free port of this machine for the time of a block; gives its address.
+
+    Its log goes to `log`, the last lines when it ends.
+    """
     local = ["--host", "127.0.0.1", "--port", "0"]
+    server = ServerProcess(scheduler_command(model, [*local, *flags]), log or _drop)
     # SIGTERM as an exception, so that the server is ended with us.
     before = signal.signal(signal.SIGTERM, _end)
-    server = ServerProcess(scheduler_command(model, [*local, *flags]), _drop)
     try:
         yield str(server.wait_ready(report)["address"])
     finally:

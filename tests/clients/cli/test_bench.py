@@ -10,6 +10,7 @@ from slotwise_cli import bench, limits
 from slotwise_cli.geometry import model_config
 from slotwise_cli.measure import Level, Run, Timeline, Work
 from slotwise_cli.output import CliError, report_nothing
+from worker import rank
 
 
 def test_a_running_server_is_measured(slotwise, served):
@@ -188,3 +189,15 @@ def test_an_engine_on_a_gpu_is_measured_there(monkeypatch, tmp_path):
     worker.device = "cpu"
     bench._run_engine(tmp_path, served, plan, report_nothing)
     assert asked[1][asked[1].index("--device") + 1] == "cpu"
+
+
+def test_the_idle_time_that_a_worker_tells(caplog):
+    runner = SimpleNamespace(gaps_ns=lambda count: [4000] * 90 + [70_000] * 10)
+    with caplog.at_level("INFO"):
+        rank._log_idle(runner)
+    (words,) = caplog.messages
+    begin = "2026-01-01T00:00:00.000Z INFO slotwise.worker: worker %d: worker.rank: %s"
+    other = words.replace("4.0", "9.0")
+    result = {}
+    bench._add_idle(result, [begin % (1, other), begin % (0, words)])
+    assert result == {"idle_between_steps_us": {"median": 4.0, "percentile_99": 70.0}}
