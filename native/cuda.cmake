@@ -21,9 +21,11 @@ if(slotwise_use_cuda)
     src/cuda/all_reduce.cu
     src/cuda/attention_float32.cu
     src/cuda/decode_attention.cu
+    src/cuda/decode_attention_tma.cu
     src/cuda/device.cu
     src/cuda/elementwise.cu
     src/cuda/linear.cu
+    src/cuda/logprobs.cu
     src/cuda/prefill_attention.cu
     src/cuda/prefill_attention_wgmma.cu
     src/cuda/rope_append.cu

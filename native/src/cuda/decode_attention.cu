@@ -1,74 +1,14 @@
 // Decode attention: one kernel norms and rotates the new token's heads, appends it to the cache,
 // attends, and folds the tiles. The arithmetic is the one of attention_math.cuh.
-//
-// An item is a tile of one slot and group of query heads. The grid is fixed; each block finds its
-// share of the items, a contiguous run, from the positions. So which block computes a tile depends
-// on the neighbours, and what it computes does not. The states of a row of several tiles go through
-// memory, and the last block to finish one folds them.
 #include <algorithm>
 
 #include "attention_float32.cuh"
-#include "attention_math.cuh"
+#include "decode_attention.cuh"
+#include "decode_attention_tma.cuh"
 #include "dispatch.cuh"
-#include "fold_states.cuh"
-#include "launch.cuh"
-#include "mma.cuh"
-#include "rope.cuh"
 
 namespace slotwise::cuda {
 namespace {
-
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kTile = kAttentionTile;
-constexpr int kGroup = 16;  // query heads of an item: the rows of a matrix instruction
-
-__device__ __forceinline__ int tiles_of(int position) {
-  return position < 0 ? 0 : position / kTile + 1;
-}
-
-__device__ __forceinline__ int sum_lanes(int x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
-  return x;
-}
-
-// The sum over this lane and those before.
-__device__ __forceinline__ int scan_lanes(int x, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(kAllLanes, x, step);
-    if (lane >= step) x += before;
-  }
-  return x;
-}
-
-__device__ __forceinline__ float max_of_quad(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-
-// What this block wrote is visible to the block that sees the last arrival.
-__device__ __forceinline__ int add_and_order(int* counter, int count) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(count)
-               : "memory");
-  return before;
-}
-
-__device__ __forceinline__ void prefetch(const float* p) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(p));
-}
-
-struct Item {
-  int slot;
-  int kv_head;
-  int pass;  // over the KV head's query heads, kGroup at a time
-  int tile;
-  int position;  // the row's
-};
 
 template <typename T, int D>
 struct alignas(16) Shared {
@@ -77,29 +17,23 @@ struct alignas(16) Shared {
   static constexpr bool kTwoBuffers = D <= 128;
 
   T tiles[kTwoBuffers ? 2 : 1][kTile * D];
-  T queries[kGroup * D];
-  T weights[kGroup * kTile];
-  float max[kWarps][kGroup];
-  float sum[kWarps][kGroup][4];
-  int is_last;
+  GroupShared<T, D> group;
 };
 
+// A block is one group, which copies its tiles itself.
 template <typename T, int D>
-class Decoder {
+class CopyDecoder : DecodeGroup<T, D> {
+  using Base = DecodeGroup<T, D>;
+  using Base::cache_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
+      Base::shared_, Base::warp_;
+  using Base::after, Base::append, Base::clear_idle_rows, Base::first_head, Base::first_item,
+      Base::fold_row, Base::is_last, Base::key, Base::last, Base::mask, Base::num_heads,
+      Base::prefetch_constants, Base::put_max, Base::put_result, Base::put_weights, Base::qkv,
+      Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
+
  public:
-  __device__ Decoder(const DecodeAttentionParams& params, float c, Shared<T, D>& shared)
-      : params_(params),
-        in_(params.input),
-        cache_(params.input.cache),
-        c_(c),
-        shared_(shared),
-        warp_(static_cast<int>(threadIdx.x) / 32),
-        lane_(static_cast<int>(threadIdx.x) % 32),
-        q_heads_(static_cast<int>(in_.num_q_heads)),
-        kv_heads_(static_cast<int>(cache_.num_kv_heads)),
-        heads_per_kv_(q_heads_ / kv_heads_),
-        passes_((heads_per_kv_ + kGroup - 1) / kGroup),
-        max_tiles_(tiles_of(static_cast<int>(cache_.num_positions) - 1)) {}
+  __device__ CopyDecoder(const DecodeAttentionParams& params, float c, Shared<T, D>& shared)
+      : Base(params, c, shared.group, 0), tiles_(shared) {}
 
   // The positions and the rows of the cache that are copied are of earlier steps: no kernel of this
   // one writes them, so the first copies start while the predecessor ends.
@@ -114,7 +48,7 @@ class Decoder {
     wait_for_predecessor();
     // Not before: the next product's loads would be ahead of these few, which all wait for.
     start_successor();
-    clear_idle_rows();
+    clear_idle_rows(kDecodeThreads);
     if (left == 0) return;
     bool new_group = true;
     for (int tiles_done = 1;; ++tiles_done) {
@@ -131,102 +65,12 @@ class Decoder {
     }
   }
 
+
  private:
   static constexpr bool kTwoBuffers = Shared<T, D>::kTwoBuffers;
-  static constexpr int kChunks = D / 32;  // of 8 output columns, of a warp
 
-  __device__ T* keys() { return shared_.tiles[0]; }
-  __device__ T* values() { return shared_.tiles[kTwoBuffers ? 1 : 0]; }
-  __device__ int first_head(const Item& item) const {
-    return item.kv_head * heads_per_kv_ + item.pass * kGroup;
-  }
-  __device__ int num_heads(const Item& item) const {
-    return min(kGroup, heads_per_kv_ - item.pass * kGroup);
-  }
-  // Where the row's own position is, counted from the start of the tile.
-  __device__ int last(const Item& item) const { return item.position - item.tile * kTile; }
-
-  __device__ const T* qkv(const Item& item, int head) const {
-    const int64_t heads = q_heads_ + 2 * kv_heads_;
-    return static_cast<const T*>(in_.qkv) + (item.slot * heads + head) * D;
-  }
-  __device__ T* key(const Item& item, int position) const {
-    return static_cast<T*>(cache_.k) + item.slot * cache_.k_slot_stride +
-           position * cache_.k_position_stride + item.kv_head * cache_.k_head_stride;
-  }
-  __device__ T* value(const Item& item, int position) const {
-    return static_cast<T*>(cache_.v) + item.slot * cache_.v_slot_stride +
-           position * cache_.v_position_stride + item.kv_head * cache_.v_head_stride;
-  }
-  __device__ T* out(int slot, int head) const {
-    return static_cast<T*>(in_.out) + (static_cast<int64_t>(slot) * q_heads_ + head) * D;
-  }
-  // States: o [S, tiles, H_q, D], then max and sum [S, tiles, H_q, 2].
-  __device__ int64_t state(int slot, int tile, int head) const {
-    return (static_cast<int64_t>(slot) * max_tiles_ + tile) * q_heads_ + head;
-  }
-  __device__ float* state_out(int64_t state) const { return params_.states + state * D; }
-  __device__ float2* state_max_sum(int64_t state) const {
-    const int64_t states = cache_.num_slots * max_tiles_ * q_heads_;
-    return reinterpret_cast<float2*>(params_.states + states * D) + state;
-  }
-
-  // From the end of the grid, where blocks have the least to do.
-  __device__ void clear_idle_rows() const {
-    const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-    for (int slot = first; slot < cache_.num_slots; slot += static_cast<int>(gridDim.x)) {
-      if (params_.positions[slot] >= 0) continue;
-      uint4* const row = reinterpret_cast<uint4*>(out(slot, 0));
-      for (int i = static_cast<int>(threadIdx.x); i < q_heads_ * D / 8; i += kThreads) {
-        row[i] = make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-
-  // The first of this block's items, and how many they are. Each warp finds it by itself.
-  __device__ Item first_item(int& count) const {
-    const int num_slots = static_cast<int>(cache_.num_slots);
-    int total = 0;
-    for (int slot = lane_; slot < num_slots; slot += 32) {
-      total += tiles_of(params_.positions[slot]);
-    }
-    const int groups = kv_heads_ * passes_;
-    total = sum_lanes(total) * groups;
-    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    const int share = total / blocks, rest = total % blocks;
-    count = share + (block < rest ? 1 : 0);
-    int first = block * share + min(block, rest);
-    if (count == 0) return {};
-    for (int base = 0;; base += 32) {
-      const int slot = base + lane_;
-      const int position = slot < num_slots ? params_.positions[slot] : -1;
-      const int items = tiles_of(position) * groups;
-      const int end = scan_lanes(items, lane_);
-      const unsigned past = __ballot_sync(kAllLanes, end > first);
-      if (past == 0) {
-        first -= __shfl_sync(kAllLanes, end, 31);
-        continue;
-      }
-      const int found = __ffs(static_cast<int>(past)) - 1;
-      first -= __shfl_sync(kAllLanes, end - items, found);
-      const int row = __shfl_sync(kAllLanes, position, found);
-      const int group = first / tiles_of(row);
-      return {base + found, group / passes_, group % passes_, first % tiles_of(row), row};
-    }
-  }
-
-  __device__ Item after(Item item) const {
-    if (++item.tile < tiles_of(item.position)) return item;
-    item.tile = 0;
-    if (++item.pass < passes_) return item;
-    item.pass = 0;
-    if (++item.kv_head < kv_heads_) return item;
-    item.kv_head = 0;
-    do {
-      item.position = params_.positions[++item.slot];
-    } while (item.position < 0);
-    return item;
-  }
+  __device__ T* keys() { return tiles_.tiles[0]; }
+  __device__ T* values() { return tiles_.tiles[kTwoBuffers ? 1 : 0]; }
 
   // The rows of the tile that earlier steps wrote, and zeros after the row's own position, which
   // `append` writes.
@@ -241,10 +85,10 @@ class Decoder {
       int offset = (8 * warp_ + first) * step + chunk * 8;
       int row = 8 * warp_ + first;
 #pragma unroll
-      for (int group = 0; group < kTile / 8; group += kWarps) {
+      for (int group = 0; group < kTile / 8; group += kDecodeWarps) {
         if (row != last) copy_async(shared_first + group * 8 * D, from + offset, row < last);
-        offset += 8 * kWarps * step;
-        row += 8 * kWarps;
+        offset += 8 * kDecodeWarps * step;
+        row += 8 * kDecodeWarps;
       }
     }
     commit_copies();
@@ -254,32 +98,6 @@ class Decoder {
   }
   __device__ void start_value(const Item& item) {
     start_tile(values(), value(item, item.tile * kTile), cache_.v_position_stride, last(item));
-  }
-
-  __device__ void store_row(Head<D>& head, T* tile, int row) const {
-    for_pairs(head, lane_, [&](int i, const float2& pair) {
-      store_two(tile + chunk_offset<D>(row, i / 8) + i % 8, pair);
-    });
-  }
-
-  __device__ void rotate_head(Head<D>& head, const float* norm, int64_t position) const {
-    norm_and_rotate(head, norm, in_.eps, in_.cos + position * (D / 2), in_.sin + position * (D / 2),
-                    lane_);
-  }
-
-  // What the heads need as soon as they are there, into the caches.
-  __device__ void prefetch_constants(const Item& item) const {
-    constexpr int kLine = 32;  // floats
-    const int at = static_cast<int>(threadIdx.x) * kLine;
-    const int64_t row = int64_t{item.position} * (D / 2) + at;
-    if (at < D / 2) {
-      prefetch(in_.cos + row);
-      prefetch(in_.sin + row);
-    }
-    if (at < D && in_.q_norm != nullptr) {
-      prefetch(in_.q_norm + at);
-      prefetch(in_.k_norm + at);
-    }
   }
 
   // The group's queries, and the new key and value in the tile that holds their position. Rows past
@@ -294,12 +112,12 @@ class Decoder {
     };
     if (warp_ >= all) return;
     Head<D> coming = load_head<D>(source(warp_), lane_);
-    for (int task = warp_; task < all; task += kWarps) {
+    for (int task = warp_; task < all; task += kDecodeWarps) {
       Head<D> head = coming;
-      if (task + kWarps < all) coming = load_head<D>(source(task + kWarps), lane_);
+      if (task + kDecodeWarps < all) coming = load_head<D>(source(task + kDecodeWarps), lane_);
       if (task < queries) {
         rotate_head(head, in_.q_norm, item.position);
-        store_row(head, shared_.queries, task);
+        this->template store_row<RowTiles<D>>(head, shared_.queries, task);
       } else if (task == queries) {
         rotate_head(head, in_.k_norm, item.position);
         append(head, keys(), key(item, item.position), item);
@@ -315,11 +133,6 @@ class Decoder {
     append(head, values(), value(item, item.position), item);
   }
 
-  __device__ void append(Head<D>& head, T* tile, T* in_cache, const Item& item) const {
-    store_row(head, tile, last(item));
-    if (item.pass == 0) store_head(head, in_cache, lane_);
-  }
-
   // One item, and the loads of the next.
   __device__ void attend(const Item& item, bool new_group, const Item& next, bool has_next) {
     // The compiler would keep every address that depends on the lane in a register of its own, from
@@ -328,11 +141,11 @@ class Decoder {
     float scores[4][4];
     prepare(item, new_group);
     wait_for_copies<kTwoBuffers ? 1 : 0>();
-    __syncthreads();
-    score(scores);
+    sync();
+    score(scores, keys());
     mask(scores, last(item));
     put_max(scores);
-    __syncthreads();
+    sync();
     if constexpr (kTwoBuffers) {
       start_next(has_next, [&] { start_key(next); });
     } else {
@@ -341,11 +154,11 @@ class Decoder {
     }
     put_weights(scores, num_heads(item));
     wait_for_copies<kTwoBuffers ? 1 : 0>();
-    __syncthreads();
+    sync();
     float sums[kChunks][4];
-    weigh(sums);
+    weigh(sums, values());
     put_result(item, sums);
-    __syncthreads();
+    sync();
     start_next(has_next, [&] { kTwoBuffers ? start_value(next) : start_key(next); });
   }
 
@@ -359,164 +172,14 @@ class Decoder {
     }
   }
 
-  // A warp's scores: heads lane / 4 + 8 h, positions 32 warp + 8 n + 2 (lane % 4) + e of the tile
-  // are scores[n][2 h + e].
-  __device__ void score(float (&scores)[4][4]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
-      uint32_t q[4];
-      load_matrices(q, shared_.queries + chunk_offset<D>(lane_ % 16, 2 * step + lane_ / 16));
-#pragma unroll
-      for (int n = 0; n < 4; n += 2) {
-        const int row = 32 * warp_ + 8 * n + lane_ / 16 * 8 + lane_ % 8;
-        uint32_t k[4];
-        load_matrices(k, keys() + chunk_offset<D>(row, 2 * step + lane_ / 8 % 2));
-        multiply_add<T>(scores[n], q, k[0], k[1]);
-        multiply_add<T>(scores[n + 1], q, k[2], k[3]);
-      }
-    }
-  }
-
-  __device__ void mask(float (&scores)[4][4], int last) const {
-    if (last >= kTile - 1) return;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int position = 32 * warp_ + 8 * n + 2 * (lane_ % 4) + i % 2;
-        if (position > last) scores[n][i] = -INFINITY;
-      }
-    }
-  }
-
-  __device__ void put_max(const float (&scores)[4][4]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float max = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) max = fmaxf(max, fmaxf(scores[n][2 * h], scores[n][2 * h + 1]));
-      max = max_of_quad(max);
-      if (lane_ % 4 == 0) shared_.max[warp_][lane_ / 4 + 8 * h] = max;
-    }
-  }
-
-  __device__ float row_max(int row) const {
-    return fmaxf(fmaxf(shared_.max[0][row], shared_.max[1][row]),
-                 fmaxf(shared_.max[2][row], shared_.max[3][row]));
-  }
-
-  __device__ float row_sum(int row) const {
-    const int lane = lane_ % 4;
-    float sum = (shared_.sum[0][row][lane] + shared_.sum[1][row][lane]) +
-                (shared_.sum[2][row][lane] + shared_.sum[3][row][lane]);
-    sum += __shfl_xor_sync(kAllLanes, sum, 1);
-    return sum + __shfl_xor_sync(kAllLanes, sum, 2);
-  }
-
-  __device__ void put_weights(const float (&scores)[4][4], int num_heads) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (8 * h >= num_heads) return;
-      const int row = lane_ / 4 + 8 * h;
-      const float max_c = __fmul_rn(row_max(row), c_);
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float2 pair = make_float2(weight_of(scores[n][2 * h], c_, max_c),
-                                        weight_of(scores[n][2 * h + 1], c_, max_c));
-        sum = (sum + pair.x) + pair.y;
-        store_two(shared_.weights + chunk_offset<kTile>(row, 4 * warp_ + n) + 2 * (lane_ % 4),
-                  pair);
-      }
-      shared_.sum[warp_][row][lane_ % 4] = sum;
-    }
-  }
-
-  // Weights times values: heads lane / 4 + 8 h, columns D / 4 warp + 8 n + 2 (lane % 4) + e.
-  __device__ void weigh(float (&sums)[kChunks][4]) {
-#pragma unroll
-    for (int n = 0; n < kChunks; ++n) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-      uint32_t p[4];
-      load_matrices(p, shared_.weights + chunk_offset<kTile>(lane_ % 16, 2 * step + lane_ / 16));
-#pragma unroll
-      for (int n = 0; n < kChunks; n += 2) {
-        const int chunk = kChunks * warp_ + min(n + lane_ / 16, kChunks - 1);
-        uint32_t v[4];
-        load_transposed(v, values() + chunk_offset<D>(16 * step + lane_ % 16, chunk));
-        multiply_add<T>(sums[n], p, v[0], v[1]);
-        if (n + 1 < kChunks) multiply_add<T>(sums[n + 1], p, v[2], v[3]);
-      }
-    }
-  }
-
-  // The output of a row of one tile, else the tile's state.
-  __device__ void put_result(const Item& item, const float (&sums)[kChunks][4]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (8 * h >= num_heads(item)) return;
-      const int row = lane_ / 4 + 8 * h;
-      const float sum = row_sum(row);
-      if (row >= num_heads(item)) continue;
-      const int head = first_head(item) + row;
-      const int column = D / 4 * warp_ + 2 * (lane_ % 4);
-      if (item.position < kTile) {
-        const float scale = inverse(sum);
-#pragma unroll
-        for (int n = 0; n < kChunks; ++n) {
-          store_two(out(item.slot, head) + column + 8 * n,
-                    make_float2(finish(sums[n][2 * h], scale), finish(sums[n][2 * h + 1], scale)));
-        }
-        continue;
-      }
-      const int64_t at = state(item.slot, item.tile, head);
-#pragma unroll
-      for (int n = 0; n < kChunks; ++n) {
-        store_two(state_out(at) + column + 8 * n, make_float2(sums[n][2 * h], sums[n][2 * h + 1]));
-      }
-      if (warp_ == 0 && lane_ % 4 == 0) *state_max_sum(at) = make_float2(row_max(row), sum);
-    }
-  }
-
-  // Whether the `done` tiles that end here were the last of the slot and KV head. The barrier
-  // before it has made them this thread's to publish.
-  __device__ bool is_last(const Item& item, int done) {
-    if (threadIdx.x == 0) {
-      int* const counter = params_.counters + item.slot * kv_heads_ + item.kv_head;
-      const int all = tiles_of(item.position) * passes_;
-      shared_.is_last = add_and_order(counter, done) + done == all ? 1 : 0;
-      if (shared_.is_last != 0) *counter = 0;
-    }
-    __syncthreads();
-    return shared_.is_last != 0;
-  }
-
-  __device__ void fold_row(const Item& item) const {
-    for (int i = warp_; i < heads_per_kv_; i += kWarps) {
-      const int head = item.kv_head * heads_per_kv_ + i;
-      const int64_t first = state(item.slot, 0, head);
-      fold_states<D>({state_out(first), state_max_sum(first), q_heads_, tiles_of(item.position)},
-                     c_, out(item.slot, head), lane_);
-    }
-  }
-
-  const DecodeAttentionParams& params_;
-  const AttentionInput& in_;
-  const CacheParams& cache_;
-  const float c_;
-  Shared<T, D>& shared_;
-  int warp_, lane_;
-  const int q_heads_, kv_heads_, heads_per_kv_, passes_, max_tiles_;
+  Shared<T, D>& tiles_;
 };
 
 template <typename T, int D>
-__global__ __launch_bounds__(kThreads, D > 128 ? 2 : 3) void decode_kernel(
+__global__ __launch_bounds__(kDecodeThreads, D > 128 ? 2 : 3) void decode_kernel(
     const __grid_constant__ DecodeAttentionParams params, float c) {
   extern __shared__ uint4 memory[];
-  Decoder<T, D>(params, c, *reinterpret_cast<Shared<T, D>*>(memory)).run();
+  CopyDecoder<T, D>(params, c, *reinterpret_cast<Shared<T, D>*>(memory)).run();
 }
 
 // As many blocks as fit on the device at once, but no more than there can be items.
@@ -527,14 +190,14 @@ void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) 
   const size_t bytes = sizeof(Shared<T, D>);
   allow_shared("decode_attention", kernel, bytes);
   int per_sm = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, bytes),
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kDecodeThreads, bytes),
         "decode_attention");
   const int64_t blocks = int64_t{device_info().num_sms} * per_sm;
   const int64_t heads_per_kv = params.input.num_q_heads / cache.num_kv_heads;
-  const int64_t groups = cache.num_kv_heads * ((heads_per_kv + kGroup - 1) / kGroup);
+  const int64_t groups = cache.num_kv_heads * ((heads_per_kv + kGroupHeads - 1) / kGroupHeads);
   const int64_t items = cache.num_slots * groups * ((cache.num_positions + kTile - 1) / kTile);
   launch("decode_attention", kernel,
-         {dim3(static_cast<unsigned>(std::min(blocks, items))), kThreads, bytes}, stream, params,
+         {dim3(static_cast<unsigned>(std::min(blocks, items))), kDecodeThreads, bytes}, stream, params,
          c);
 }
 
@@ -552,6 +215,7 @@ void decode_attention(const DecodeAttentionParams& params, Stream stream) {
   if (in.num_rows == 0 || cache.num_positions == 0) return;
   check_cache("decode_attention", cache);
   if (cache.dtype == DType::kFloat32) return decode_attention_float32(params, stream);
+  if (decode_attention_tma_supported(cache)) return decode_attention_tma(params, stream);
   const float c = exponent_scale(in.scale);
   for_head_dim("decode_attention", cache.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;

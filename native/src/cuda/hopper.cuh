@@ -102,6 +102,16 @@ __device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, 
       : "memory");
 }
 
+// The box at (column, row, head, slot).
+__device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, int column, int row,
+                                           int head, int slot, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(slot), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // ---- Shared memory, also of the other blocks of a cluster ---------------------------------------
 
 __device__ __forceinline__ int panel_offset(int row, int chunk) {

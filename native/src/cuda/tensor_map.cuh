@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -28,17 +29,19 @@ inline EncodeTiled encode_tiled() {
   return found;
 }
 
-// Three dimensions of 16-bit elements, the innermost first and contiguous; the strides of the other
-// two in bytes. Boxes are swizzled as hopper.cuh says, and are zeros outside of the tensor.
-inline CUtensorMap map_tensor(const char* what, const void* data, DType dtype,
-                              const cuuint64_t (&sizes)[3], const cuuint64_t (&strides)[2],
-                              const cuuint32_t (&box)[3], CUtensorMapL2promotion promotion) {
+// 16-bit elements, the innermost dimension first and contiguous; the strides of the others in bytes.
+// Boxes are swizzled as hopper.cuh says, and are zeros outside of the tensor.
+template <unsigned kDims>
+CUtensorMap map_tensor(const char* what, const void* data, DType dtype,
+                       const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
+                       const cuuint32_t (&box)[kDims], CUtensorMapL2promotion promotion) {
   const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const cuuint32_t steps[] = {1, 1, 1};
+  cuuint32_t steps[kDims];
+  std::fill_n(steps, kDims, 1u);
   CUtensorMap map{};
   const CUresult result =
-      encode_tiled()(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
+      encode_tiled()(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
