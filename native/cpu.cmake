@@ -4,6 +4,7 @@ add_library(slotwise_cpu STATIC
   src/cpu/aligned_buffer.cpp
   src/cpu/attention.cpp
   src/cpu/cpu_ops.cpp
+  src/cpu/logprobs.cpp
   src/cpu/packed_weight.cpp
   src/cpu/sample.cpp
   src/cpu/select_kernels.cpp

@@ -174,6 +174,17 @@ class CudaOps:
         table.counter += 1
         self.begin_command(table)
 
+    def logprobs(
+        self, table: SlotTable, logits: Tensor, slots: Tensor | None, counts: Tensor, out: Tensor
+    ) -> None:
+        step = int(table.counter) - 1
+        drawn = table.ring[step % table.ring_rows].tolist()
+        for row, slot in enumerate(range(table.num_slots) if slots is None else slots.tolist()):
+            if drawn[slot] >= 0 and counts[slot] >= 0:
+                token = torch.tensor([drawn[slot]], dtype=torch.int32)
+                record = out[step % len(out), slot].view(1, -1)
+                self._cpu.logprobs(logits[row : row + 1], token, counts[slot : slot + 1], record)
+
     def _draw(self, table: SlotTable, logits: Tensor, slot: int) -> int:
         out, at = torch.zeros(1, dtype=torch.int32), slice(slot, slot + 1)
         parameters = table.temperature, table.top_k, table.top_p, table.min_p, table.seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from worker_driver import Driver, by_slot, sampling
 
 from worker import _native
-from worker.batch import DecodeRow, ForwardBatch, Row, StepCommand, StepResult
+from worker.batch import DecodeRow, ForwardBatch, Row, StepCommand, StepResult, TokenLogprobs
 from worker.executor import Submitted
 
 DEVICE = "cuda"
@@ -34,21 +35,24 @@ class GpuDriver(Driver):
 
     `watched`: decode steps run one kernel after the other, so that each step's logits are seen.
     Else they are replays of the graph, and the logits of commands of one step are seen.
+    `logprobs`: of every tenant that wanted them, by slot and generation.
     """
 
     def __init__(self, directory: Path, device: str = DEVICE, **setup: Any) -> None:
         super().__init__(directory, device=device, **setup)
         self.runner: Any = self.executor.runner
-        self._graph = self.runner._step
+        self.logprobs: dict[tuple[int, int], list[TokenLogprobs]] = {}
+        self._graphs = self.runner._steps
         self.watched = True
 
     @property
     def watched(self) -> bool:
-        return bool(self.runner._step == self.runner._decode_step)
+        return self.runner._steps is not self._graphs
 
     @watched.setter
     def watched(self, value: bool) -> None:
-        self.runner._step = self.runner._decode_step if value else self._graph
+        eager = {wanted: partial(self.runner._decode_step, wanted) for wanted in self._graphs}
+        self.runner._steps = eager if value else self._graphs
 
     def enter(self) -> None:
         """After work on another driver: each has a stream of its own."""
@@ -62,6 +66,8 @@ class GpuDriver(Driver):
 
     def run(self, *rows: Row, num_steps: int = 1) -> StepResult:
         result = self.executor.collect(self.submit(*rows, num_steps=num_steps))
+        for row in result.rows:
+            self.logprobs.setdefault((row.slot, row.generation), []).extend(row.logprobs)
         only_decodes = all(isinstance(row, DecodeRow) for row in rows)
         if not self.watched and only_decodes and num_steps == 1:
             for row in result.rows:
@@ -102,6 +108,7 @@ def in_company(
 ) -> list[int]:
     """The tokens of slot `ours` beside neighbours that come and go, some greedy and some drawn.
 
+    Every other neighbour wants logprobs.
     Their chunks run beside our decode rows, and ours beside theirs. `cuts` divide our prompt;
     commands without a chunk have `num_steps` steps.
     """
@@ -131,7 +138,8 @@ def in_company(
         arriving = [slot for slot in others if slot not in left and rng.random() < 0.4]
         for slot in arriving:
             temperature, seed = rng.choice((0.0, 1.5)), rng.getrandbits(64)
-            noise = sampling(longest, temperature=temperature, seed=seed)
+            wanted = seed % 21 if seed % 2 else -1
+            noise = sampling(longest, temperature=temperature, seed=seed, num_logprobs=wanted)
             theirs = prompt_of(rng.getrandbits(32), rng.choice((1, 15, 16, 17, 60, 130)))
             rows.append(driver.first_chunk(slot, theirs, noise))
         result = driver.run(*rows, num_steps=num_steps if num_decode == len(rows) else 1)

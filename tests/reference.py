@@ -113,3 +113,16 @@ def sample(
     kept = kept_tokens(scaled, top_k, top_p, min_p)
     noisy = scaled + gumbel(len(row), seed & (2**64 - 1), position)
     return int(np.where(kept, noisy, -math.inf).argmax())
+
+
+def logprobs(
+    logits: Tensor, token_id: int, count: int
+) -> tuple[float, int, list[int], list[float]]:
+    """Of one row of logits [V]: the token's logprob and rank, the best tokens, their logprobs."""
+    row = logits.double().numpy()
+    scaled = row - row.max()
+    values = scaled - math.log(np.exp(scaled).sum())
+    order = np.lexsort((np.arange(len(row)), -row))
+    best = order[:count].tolist()
+    rank = int(np.flatnonzero(order == token_id)[0]) + 1
+    return float(values[token_id]), rank, best, values[best].tolist()

@@ -35,8 +35,9 @@ def sampling(
     min_p: float = 0.0,
     seed: int = 0,
     end: tuple[int, ...] = (),
+    num_logprobs: int = -1,
 ) -> SlotSetup:
-    return SlotSetup(temperature, top_p, top_k, min_p, seed, end, max_len)
+    return SlotSetup(temperature, top_p, top_k, min_p, seed, end, max_len, num_logprobs)
 
 
 class Driver:

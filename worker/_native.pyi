@@ -143,6 +143,16 @@ class CpuOps:
         value, gives -1.
         """
 
+    def logprobs(self, logits: Array, token_ids: Array, counts: Array, out: Array) -> None:
+        """What each row of logits [B, V] says of the token drawn from it, and its best tokens.
+
+        token_ids int32 [B]; counts int32 [B], best tokens wanted, 0 to 20. out int32 [B, 42],
+        contiguous, the words of TokenLogprobs in params.h: the drawn token's logprob (float32) and
+        its rank from 1, ids of 20 best tokens, their logprobs (float32). Best: logit descending,
+        ties by id ascending; past the count or V nothing is written. Logprobs are the log-softmax
+        of the logits as they are. A row from which nothing can be drawn has none.
+        """
+
 class SlotTable:
     """The slot table on the device: what a decode step reads and changes without the host.
 
@@ -292,6 +302,15 @@ class CudaOps:
 
     @staticmethod
     def sample_workspace(num_rows: int, vocab: int) -> int: ...
+    def logprobs(
+        self, table: SlotTable, logits: Tensor, slots: Tensor | None, counts: Tensor, out: Tensor
+    ) -> None:
+        """Logprobs of the tokens that the last `sample` drew, as CpuOps.logprobs gives them.
+
+        Behind `sample`, before any other step, with the same logits and slots. counts int32 [S],
+        -1 for slots that want none. out: pinned int32 [R, S, 42] on the CPU; row step % R, where
+        the token is in row step % ring_rows of the ring. Nothing is written where none was drawn.
+        """
 
 class CudaPeers:
     """A rank's part of the sums between the GPUs of one machine; only in a build with CUDA.

@@ -12,10 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The most tokens whose logprobs come beside a sampled one's; kMaxLogprobs of params.h.
+MAX_LOGPROBS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class SlotSetup:
-    """How a slot samples and when it stops, until it is taken again."""
+    """How a slot samples and when it stops, until it is taken again.
+
+    `num_logprobs`: best tokens that come with their logprobs beside each sampled one, up to
+    MAX_LOGPROBS; 0: the sampled token's logprob alone; -1: none.
+    """
 
     temperature: float
     top_p: float
@@ -24,6 +31,7 @@ class SlotSetup:
     seed: int
     end_token_ids: tuple[int, ...]
     max_len: int
+    num_logprobs: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +68,28 @@ class StepCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-softmax of a row's logits as they are: of the sampled token, and of the best ones.
+
+    `rank`: the sampled token's place among all, from 1, in the order of `best_token_ids`: logit
+    descending, ties by id ascending.
+    """
+
+    logprob: float
+    rank: int
+    best_token_ids: tuple[int, ...]
+    best_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row of the command gave."""
+    """What a row of the command gave; `logprobs` of each token where the slot wants them."""
 
     slot: int
     generation: int
     token_ids: tuple[int, ...]
     corrupted: bool
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

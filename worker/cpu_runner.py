@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from worker.batch import BatchBuffers, PrefillChunk, SlotSetup
+from worker.batch import BatchBuffers, PrefillChunk, SlotSetup, TokenLogprobs
 from worker.cpu_backend import CpuBackend
 from worker.decoder import Decoder
 from worker.runner import CORRUPTED, Drawn, Outcome, StepWork
@@ -51,12 +51,13 @@ class CpuRunner:
         """Runs the work."""
         started_ns = time.perf_counter_ns()
         steps: list[list[Drawn]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         for _ in range(work.num_steps):
             slots = [slot for slot in work.decode_slots if self._seats[slot].active]
             if not slots and not work.chunks:
                 break
-            steps.append(self._step(slots, work.chunks))
-        return Outcome(steps, time.perf_counter_ns() - started_ns)
+            steps.append(self._step(slots, work.chunks, logprobs))
+        return Outcome(steps, time.perf_counter_ns() - started_ns, logprobs)
 
     def finish(self, started: Outcome) -> Outcome:
         """What `start` gave."""
@@ -66,7 +67,13 @@ class CpuRunner:
         """The CPU never idles: the host is the device."""
         return []
 
-    def _step(self, slots: list[int], chunks: tuple[PrefillChunk, ...]) -> list[Drawn]:
+    def _step(
+        self,
+        slots: list[int],
+        chunks: tuple[PrefillChunk, ...],
+        logprobs: dict[int, list[TokenLogprobs]],
+    ) -> list[Drawn]:
+        """What was drawn; adds to `logprobs`."""
         seats = ((slot, self._seats[slot]) for slot in slots)
         decode = [(slot, seat.num_computed, seat.last_token) for slot, seat in seats]
         logits = self.decoder.forward(self._buffers.fill(decode, list(chunks)))
@@ -74,11 +81,16 @@ class CpuRunner:
             self._seats[slot].num_computed += 1
         for chunk in chunks:
             self._seats[chunk.slot].num_computed += len(chunk.token_ids)
-        return self._draw(logits, slots + [chunk.slot for chunk in chunks if chunk.sample])
+        sampled = slots + [chunk.slot for chunk in chunks if chunk.sample]
+        if not sampled:
+            return []
+        drawn = self._draw(logits, sampled)
+        token_ids = [token_id for _, token_id in drawn]
+        for slot, token in self._sampler.logprobs(logits, sampled, token_ids).items():
+            logprobs.setdefault(slot, []).append(token)
+        return drawn
 
     def _draw(self, logits: Tensor, slots: list[int]) -> list[Drawn]:
-        if not slots:
-            return []
         # A token's position is its index in the sequence: the number of tokens before it.
         positions = [self._seats[slot].num_computed for slot in slots]
         token_ids = self._sampler.sample(logits, slots, positions)

@@ -14,9 +14,12 @@ from torch import Tensor
 from worker._native import SlotTable
 from worker.batch import ChunkSpan, ForwardBatch, PrefillChunk, SlotSetup, last_rows
 from worker.cuda_backend import CudaBackend
+from worker.runner import LOGPROBS_RECORD, LOGPROBS_WORDS
 
 # Steps whose results may wait to be read: 16 commands of 1,024, the most the scheduler can ask for.
 RING_ROWS = 16 * 1024
+# With logprobs a step takes 168 bytes a slot: up to 12 slots all of these fit, with 64 an eighth.
+_LOGPROBS_BYTES = 32 << 20
 # What a new tenant sets, a row of 32-bit words each; and what is written only on the device.
 _TENANT_INTS = ("last_token", "length", "active", "max_len", "top_k")
 _TENANT_FLOATS = ("temperature", "top_p", "min_p")
@@ -30,12 +33,15 @@ class CudaSlots:
         device = backend.device
         self._ops = backend
         self._vocab_size = vocab_size
-        num_fields = len(_TENANT_INTS) + len(_TENANT_FLOATS)
+        num_fields = len(_TENANT_INTS) + len(_TENANT_FLOATS) + 1
         self._tenants = torch.zeros(num_fields, num_slots, dtype=torch.int32, device=device)
+        # Not of the native table: only the kernel of logprobs reads it.
+        self.num_logprobs = self._tenants[-1]
+        self.num_logprobs.fill_(-1)
         self._ints = dict(zip(_TENANT_INTS, self._tenants, strict=False))
         for name in _STEP_INTS:
             self._ints[name] = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        floats = self._tenants[len(_TENANT_INTS) :].view(torch.float32)
+        floats = self._tenants[len(_TENANT_INTS) : -1].view(torch.float32)
         self._floats = dict(zip(_TENANT_FLOATS, floats, strict=True))
         self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         words = -(-vocab_size // 32)
@@ -44,6 +50,10 @@ class CudaSlots:
         self._ring = _pinned(torch.zeros(RING_ROWS, num_slots, dtype=torch.int32))
         self._stamps = _pinned(torch.zeros(RING_ROWS, 2, dtype=torch.int64))
         self.ring = self._ring.numpy()
+        rows = _logprobs_rows(num_slots)
+        # TokenLogprobs of slot s and step i in row i % rows, also through `logprobs`, [rows, S].
+        self.logprobs_out = _pinned(torch.zeros(rows, num_slots, LOGPROBS_WORDS, dtype=torch.int32))
+        self.logprobs = self.logprobs_out.numpy().view(LOGPROBS_RECORD)[..., 0]
         self._scheduled: frozenset[int] | None = None
         self._next_row = 0
         self.num_slots = num_slots
@@ -66,8 +76,10 @@ class CudaSlots:
         top_k = setup.top_k if setup.top_k < self._vocab_size else 0
         floats = np.array([getattr(setup, name) for name in _TENANT_FLOATS], dtype=np.float32)
         ints = np.array([0, 0, 0, setup.max_len, top_k], dtype=np.int32)
+        num_logprobs = np.array([setup.num_logprobs], dtype=np.int32)
         # Copies of single numbers would each wait for the device.
-        self._tenants[:, slot].copy_(self._send(np.concatenate([ints, floats.view(np.int32)])))
+        tenant = np.concatenate([ints, floats.view(np.int32), num_logprobs])
+        self._tenants[:, slot].copy_(self._send(tenant))
         # The native side reads the same 64 bits as unsigned.
         seed = np.array([setup.seed], dtype=np.uint64).view(np.int64)
         self._seed[slot : slot + 1].copy_(self._send(seed))
@@ -153,6 +165,14 @@ class CudaSlots:
         """A copy on the device; the pinned one lives until the device has read it."""
         pinned = _pinned(torch.from_numpy(array))
         return pinned.to(self._ops.device, non_blocking=True)
+
+
+def _logprobs_rows(num_slots: int) -> int:
+    """RING_ROWS, or a part of them, so that the ring's row gives the row of the logprobs."""
+    rows = RING_ROWS
+    while rows > 1 and rows * num_slots * LOGPROBS_RECORD.itemsize > _LOGPROBS_BYTES:
+        rows //= 2
+    return rows
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ class Executor:
                     row.generation,
                     tuple(outputs[row.slot].token_ids),
                     outputs[row.slot].corrupted,
+                    tuple(outcome.logprobs.get(row.slot, ())),
                 )
                 for row in command.rows
             ),

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker import _native
+from worker.batch import MAX_LOGPROBS
 from worker.gpu_timer import Launch
 from worker.model_config import ModelConfig
+from worker.runner import LOGPROBS_WORDS
 
 # Weights, keys and values come from memory in a step: more of them than any L2 cache holds.
 _ROTATED_BYTES = 256 << 20
@@ -45,6 +47,17 @@ class Case:
     peers: Mapping[str, Sequence[Launch]] = field(default_factory=dict)
     # What the launches use by address only.
     kept: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampler:
+    """A step's end: a slot table whose slots all decode, logits [S, V], and the draw from them."""
+
+    table: _native.SlotTable
+    logits: Tensor
+    sample: Launch
+    # What the table uses by address only.
+    kept: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,8 @@ class Bench:
                 yield "prefill_attention", partial(self._prefill_attention, rows, context)
         for rows, greedy in product(_DECODE_ROWS, (True, False)):
             yield "sample", partial(self._sample, rows, greedy)
+        for rows in _DECODE_ROWS:
+            yield "logprobs", partial(self._logprobs, rows)
 
     @property
     def _item(self) -> int:
@@ -195,11 +210,33 @@ class Bench:
         )
 
     def _sample(self, rows: int, greedy: bool) -> Case:
+        sampler = self._sampler(rows, greedy)
+        vocab, logits = self.config.vocab_size, sampler.logits
+        own = [sampler.sample]
+        if greedy:
+            how, peer, draw = "greedy", "argmax", partial(torch.argmax, logits, -1)
+        else:
+            how, peer, draw = "top_k 20, top_p 0.95", "topk, multinomial", partial(_draw, logits)
+        shape = f"{rows} x {vocab}, {how}"
+        return Case(shape, logits.nbytes, 0, own, {peer: [draw]}, sampler.kept)
+
+    def _logprobs(self, rows: int) -> Case:
+        """Of the tokens of one step; the best MAX_LOGPROBS of every row."""
+        sampler = self._sampler(rows, greedy=False)
+        sampler.sample()
+        counts = self._ints([MAX_LOGPROBS] * rows)
+        out = self._pinned(1, rows, LOGPROBS_WORDS)
+        own = [partial(self.ops.logprobs, sampler.table, sampler.logits, None, counts, out)]
+        peers = {"log_softmax, topk": [partial(_best_logprobs, sampler.logits)]}
+        shape = f"{rows} x {self.config.vocab_size}, best {MAX_LOGPROBS}"
+        return Case(shape, sampler.logits.nbytes, 0, own, peers, (*sampler.kept, counts, out))
+
+    def _sampler(self, rows: int, greedy: bool) -> _Sampler:
         vocab = self.config.vocab_size
         logits = self._random(rows, vocab, dtype=torch.float32) * 4
         arrays = self._slot_arrays(rows, greedy)
-        ring = self._pinned(_RING_ROWS, rows, torch.int32)
-        stamps = self._pinned(_RING_ROWS, 2, torch.int64)
+        ring = self._pinned(_RING_ROWS, rows)
+        stamps = self._pinned(_RING_ROWS, 2, dtype=torch.int64)
         table = _native.SlotTable(
             vocab=vocab,
             ring=ring.data_ptr(),
@@ -210,14 +247,8 @@ class Bench:
         self.ops.begin_command(table)
         room = self.ops.sample_workspace(rows, vocab)
         workspace = torch.zeros(room, device=self.device, dtype=torch.uint8)
-        own = [partial(self.ops.sample, table, logits, None, workspace)]
-        if greedy:
-            how, peer, draw = "greedy", "argmax", partial(torch.argmax, logits, -1)
-        else:
-            how, peer, draw = "top_k 20, top_p 0.95", "topk, multinomial", partial(_draw, logits)
-        shape = f"{rows} x {vocab}, {how}"
-        kept = (*arrays.values(), ring, stamps)
-        return Case(shape, logits.nbytes, 0, own, {peer: [draw]}, kept)
+        sample = partial(self.ops.sample, table, logits, None, workspace)
+        return _Sampler(table, logits, sample, (*arrays.values(), ring, stamps))
 
     def _slot_arrays(self, slots: int, greedy: bool) -> dict[str, Tensor]:
         """A slot table in which every slot is active, without an end."""
@@ -253,9 +284,8 @@ class Bench:
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self.device, dtype=torch.int32)
 
-    def _pinned(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        pinned = self.device.type == "cuda"
-        return torch.zeros(rows, columns, dtype=dtype, pin_memory=pinned)
+    def _pinned(self, *sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def _cache(self, slots: int, positions: int) -> tuple[Tensor, Tensor]:
         """K and V [S, P, H_kv, D], a head's positions side by side."""
@@ -309,3 +339,7 @@ def keep_bits() -> None:
 def _draw(logits: Tensor) -> Tensor:
     best = torch.topk(logits, 20)
     return torch.multinomial(torch.softmax(best.values, -1), 1)
+
+
+def _best_logprobs(logits: Tensor) -> Tensor:
+    return torch.topk(torch.log_softmax(logits, -1), MAX_LOGPROBS).values

@@ -20,7 +20,15 @@ from grpc_reflection.v1alpha import reflection
 from slotwise.v1 import inference_pb2
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker import device
-from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand, StepResult
+from worker.batch import (
+    DecodeRow,
+    PrefillChunk,
+    Row,
+    SlotSetup,
+    StepCommand,
+    StepResult,
+    TokenLogprobs,
+)
 from worker.config import GRPC_OPTIONS, RELEASE_TIMEOUT_S
 from worker.errors import ProtocolError, WorkerError
 from worker.pipeline import Pipeline
@@ -269,6 +277,7 @@ def _slot_setup(setup: worker_pb2.SlotSetup) -> SlotSetup:
         seed=setup.seed,
         end_token_ids=tuple(setup.end_token_ids),
         max_len=setup.max_len,
+        num_logprobs=setup.num_logprobs if setup.HasField("num_logprobs") else -1,
     )
 
 
@@ -310,5 +319,15 @@ def _step_result(result: StepResult, with_rows: bool) -> worker_pb2.StepResult:
             generation=row.generation,
             token_ids=row.token_ids,
             corrupted=row.corrupted,
+            logprobs=[_token_logprobs(token) for token in row.logprobs],
         )
     return message
+
+
+def _token_logprobs(token: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(
+        logprob=token.logprob,
+        rank=token.rank,
+        best_token_ids=token.best_token_ids,
+        best_logprobs=token.best_logprobs,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from worker.batch import DecodeRow, PrefillChunk, SlotSetup, StepCommand
+from worker.batch import MAX_LOGPROBS, DecodeRow, PrefillChunk, SlotSetup, StepCommand
 from worker.errors import ProtocolError
 from worker.memory_plan import ServingLimits
 
@@ -121,3 +121,8 @@ def _check_setup(slot: int, setup: SlotSetup, limits: ServingLimits) -> None:
     for name, value in (("top_p", setup.top_p), ("min_p", setup.min_p)):
         if not 0 <= value <= 1:
             raise ProtocolError(f"slot {slot}: {name} {value} is not in [0, 1]")
+    if not -1 <= setup.num_logprobs <= MAX_LOGPROBS:
+        raise ProtocolError(
+            f"slot {slot}: num_logprobs {setup.num_logprobs} is not in [0, {MAX_LOGPROBS}]; "
+            "leave it out for none"
+        )

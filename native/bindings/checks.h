@@ -47,6 +47,17 @@ void check_shape(const char* op, const char* name, const View& array,
   if (!equal) fail(op, std::string(name) + " of shape " + expected + "]", shape_text(array));
 }
 
+template <typename View>
+void check_contiguous(const char* op, const char* name, const View& array) {
+  int64_t expected = 1;
+  for (size_t axis = array.ndim(); axis-- > 0;) {
+    if (array.shape(axis) > 1 && array.stride(axis) != expected) {
+      fail(op, std::string(name) + " contiguous", "another layout");
+    }
+    expected *= array.shape(axis);
+  }
+}
+
 template <typename A, typename B>
 void check_apart(const char* op, const char* name_a, const A& a, const char* name_b, const B& b) {
   if (a.size() == 0 || b.size() == 0) return;

@@ -30,23 +30,10 @@ class DeviceTensor {
                ? DType::kBFloat16
                : DType::kFloat16;
   }
-  bool contiguous() const {
-    int64_t expected = 1;
-    for (size_t axis = Rank; axis-- > 0;) {
-      if (shape(axis) > 1 && stride(axis) != expected) return false;
-      expected *= shape(axis);
-    }
-    return true;
-  }
 
  private:
   nb::dlpack::dltensor view_;
 };
-
-template <typename View>
-void check_contiguous(const char* op, const char* name, const View& array) {
-  if (!array.contiguous()) fail(op, std::string(name) + " contiguous", "another layout");
-}
 
 // The kernels read vectors of 16 bytes: every row must begin at a multiple of them.
 template <typename View>

@@ -82,6 +82,18 @@ void embed_slots(CudaOps& ops, const cuda::SlotTable& table, const Array& weight
                     ops.stream);
 }
 
+// The slots of rows that end prompts; null where rows are all slots in order.
+const int32_t* slots_of_rows(const char* op, const std::optional<Array>& array, int64_t rows,
+                             const cuda::SlotTable& table) {
+  if (array) {
+    const DeviceTensor<const int32_t, 1> slots(op, "slots", *array);
+    check_shape(op, "slots", slots, {rows});
+    return slots.data();
+  }
+  if (rows != table.num_slots) fail(op, "one row per slot", std::to_string(rows) + " rows");
+  return nullptr;
+}
+
 void sample(CudaOps& ops, const cuda::SlotTable& table, const Array& logits_array,
             const std::optional<Array>& slots_array, const Array& workspace_array) {
   const char* op = "sample";
@@ -93,16 +105,35 @@ void sample(CudaOps& ops, const cuda::SlotTable& table, const Array& logits_arra
   if (workspace.shape(0) < bytes) {
     fail(op, "workspace of at least " + std::to_string(bytes) + " bytes", shape_text(workspace));
   }
-  cuda::SampleParams params{logits.data(), logits.stride(0), rows, nullptr, workspace.data()};
-  if (slots_array) {
-    const DeviceTensor<const int32_t, 1> slots(op, "slots", *slots_array);
-    check_shape(op, "slots", slots, {rows});
-    params.slots = slots.data();
-  } else if (rows != table.num_slots) {
-    fail(op, "one row per slot", std::to_string(rows) + " rows");
-  }
+  const int32_t* slots = slots_of_rows(op, slots_array, rows, table);
   ops.enter();
-  cuda::sample(table, params, ops.stream);
+  cuda::sample(table, {logits.data(), logits.stride(0), rows, slots, workspace.data()}, ops.stream);
+}
+
+void logprobs(CudaOps& ops, const cuda::SlotTable& table, const Array& logits_array,
+              const std::optional<Array>& slots_array, const Array& counts_array,
+              const Array& out_array) {
+  const char* op = "logprobs";
+  const DeviceTensor<const float, 2> logits(op, "logits", logits_array);
+  const int64_t rows = logits.shape(0);
+  check_shape(op, "logits", logits, {rows, table.vocab});
+  const SlotInts counts(op, "counts", counts_array);
+  check_shape(op, "counts", counts, {table.num_slots});
+  // Pinned: the device writes it.
+  const Tensor<int32_t, 3> out(op, "out", out_array);
+  check_shape(op, "out", out,
+              {out.shape(0), table.num_slots, sizeof(TokenLogprobs) / sizeof(int32_t)});
+  check_contiguous(op, "out", out);
+  if (out.shape(0) < 1) fail(op, "out of at least one row", shape_text(out));
+  const cuda::LogprobsParams params{logits.data(),
+                                    logits.stride(0),
+                                    rows,
+                                    slots_of_rows(op, slots_array, rows, table),
+                                    counts.data(),
+                                    reinterpret_cast<TokenLogprobs*>(out.data()),
+                                    static_cast<int32_t>(out.shape(0))};
+  ops.enter();
+  cuda::logprobs(table, params, ops.stream);
 }
 
 }  // namespace
@@ -116,6 +147,7 @@ void bind_cuda_slots(nb::module_& module, nb::class_<CudaOps>& ops) {
   ops.def("begin_command", &begin_command, "table"_a);
   ops.def("embed_slots", &embed_slots, "table"_a, "weight"_a, "first_id"_a, "out"_a);
   ops.def("sample", &sample, "table"_a, "logits"_a, "slots"_a.none(), "workspace"_a);
+  ops.def("logprobs", &logprobs, "table"_a, "logits"_a, "slots"_a.none(), "counts"_a, "out"_a);
   ops.def_static("sample_workspace", &cuda::sample_workspace, "num_rows"_a, "vocab"_a);
 }
 

@@ -91,6 +91,7 @@ def test_every_kernel_is_measured_beside_torch(bench: Bench) -> None:
         "decode_attention",
         "prefill_attention",
         "sample",
+        "logprobs",
         "linear head",
         *(f"linear {name}" for name in products),
         *(f"product {name}" for name in products),
@@ -149,6 +150,11 @@ def test_operators_are_given_what_they_want(bench: Bench, ops: NotingOps) -> Non
         assert gated == (len(weight) == 224)
     greedy = [table["temperature"].max().item() == 0 for table, *_ in ops.calls["sample"]]
     assert sorted(set(greedy)) == [False, True]
+    for table, logits, slots, counts, out in ops.calls["logprobs"]:
+        assert slots is None
+        assert logits.shape == (len(table["active"]), 320)
+        assert counts.tolist() == [20] * len(logits)
+        assert out.shape == (1, len(logits), 42)
 
 
 def test_weights_and_caches_are_more_than_a_cache_holds(bench: Bench, ops: NotingOps) -> None:

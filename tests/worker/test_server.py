@@ -15,7 +15,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from worker_driver import Driver
+from worker_driver import Driver, sampling
 
 from checkpoints import make_checkpoint
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -115,6 +115,32 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield Served(rank, folder, channel, stuck, address)
     await server.stop(grace=0)
     await servicer.close()
+
+
+async def test_logprobs_of_who_wants_them(served: Served) -> None:
+    driver = Driver(served.folder, max_seq_len=64)
+    setup = sampling(40, num_logprobs=2)
+    rows = [driver.run(driver.first_chunk(1, PROMPT, setup)).rows[0]]
+    rows.append(driver.run(driver.decode(1), num_steps=3).rows[0])
+    stream, _ = await served.configured()
+    wanted = worker_pb2.SlotSetup(top_p=1.0, max_len=40, num_logprobs=2)
+    for request in (prefill(setup=wanted), decode(2, 3), prefill(3, generation=2)):
+        await stream.write(request)
+    for row in rows:
+        (got,) = (await result(stream)).rows
+        assert [
+            (t.logprob, t.rank, tuple(t.best_token_ids), tuple(t.best_logprobs))
+            for t in got.logprobs
+        ] == [(t.logprob, t.rank, t.best_token_ids, t.best_logprobs) for t in row.logprobs]
+        assert len(got.logprobs) == len(got.token_ids)
+    (plain,) = (await result(stream)).rows
+    assert plain.token_ids
+    assert not plain.logprobs
+    too_many = worker_pb2.SlotSetup(top_p=1.0, max_len=40, num_logprobs=21)
+    await stream.write(prefill(4, generation=3, setup=too_many))
+    code, text = await failure(stream)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "num_logprobs 21 is not in [0, 20]" in text
 
 
 async def test_configure_and_steps(served: Served) -> None:

@@ -51,6 +51,7 @@ def command(*rows: Row, num_steps: int = 1) -> StepCommand:
         command(first(setup=replace(SETUP, max_len=4))),
         command(first(setup=replace(SETUP, max_len=3), sample=False)),
         command(first(token_ids=tuple(range(8)))),
+        command(first(setup=replace(SETUP, num_logprobs=20))),
     ],
 )
 def test_accepted(fine: StepCommand) -> None:
@@ -91,6 +92,7 @@ def test_accepted(fine: StepCommand) -> None:
         (command(first(setup=replace(SETUP, temperature=-0.5))), "temperature -0.5"),
         (command(first(setup=replace(SETUP, top_p=1.5))), "top_p 1.5"),
         (command(first(setup=replace(SETUP, min_p=NAN))), "min_p nan"),
+        (command(first(setup=replace(SETUP, num_logprobs=21))), r"num_logprobs 21.*\[0, 20\]"),
     ],
 )
 def test_refused(wrong: StepCommand, named: str) -> None:

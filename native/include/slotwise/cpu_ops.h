@@ -42,6 +42,7 @@ class CpuOps {
   void prefill_attention(const AttentionParams& params, int64_t num_rows, int64_t slot,
                          int64_t start);
   void sample(const SampleParams& params, int64_t num_rows);
+  void logprobs(const LogprobsParams& params, int64_t num_rows);
 
  private:
   // Splits [first, first + count) whose states are held at once, split_size floats each.

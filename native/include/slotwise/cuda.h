@@ -187,5 +187,20 @@ struct SampleParams {
 int64_t sample_workspace(int64_t num_rows, int64_t vocab);
 void sample(const SlotTable& table, const SampleParams& params, Stream stream);
 
+// Logprobs of the tokens that the step drew, of slots that want them. Put behind `sample`, before
+// any other step, with the same logits and slots.
+struct LogprobsParams {
+  const float* logits;  // [B, V], logits[b * stride + v]
+  int64_t logits_stride;
+  int64_t num_rows;
+  const int32_t* slots;   // [B] or null, as `sample` was given it
+  const int32_t* counts;  // [S], best tokens wanted, up to kMaxLogprobs; -1: no logprobs at all
+  // In host memory: out[step % out_rows, slot], where step is the number that the step's row of the
+  // table's ring has too. Nothing is written where no token was drawn.
+  TokenLogprobs* out;  // [out_rows, S]
+  int32_t out_rows;
+};
+void logprobs(const SlotTable& table, const LogprobsParams& params, Stream stream);
+
 }  // namespace cuda
 }  // namespace slotwise

@@ -121,4 +121,25 @@ struct SampleParams {
   int32_t* out;              // [B]
 };
 
+// The most alternatives to a drawn token that can be asked for.
+constexpr int kMaxLogprobs = 20;
+
+// Logprobs of one row: log-softmax of its logits as they are, before temperature and filters. Only
+// as many of the best tokens are written as were asked for and as there are.
+struct TokenLogprobs {
+  float logprob;                   // of the drawn token
+  int32_t rank;                    // its place among all tokens in the order of `best_ids`, from 1
+  int32_t best_ids[kMaxLogprobs];  // logit descending, then id ascending
+  float best_logprobs[kMaxLogprobs];
+};
+
+struct LogprobsParams {
+  const float* logits;  // [B, V]
+  int64_t logits_stride;
+  int64_t vocab;
+  const int32_t* token_ids;  // [B], the drawn tokens
+  const int32_t* counts;     // [B], best tokens wanted, up to kMaxLogprobs
+  TokenLogprobs* out;        // [B]
+};
+
 }  // namespace slotwise

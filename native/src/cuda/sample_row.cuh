@@ -92,6 +92,40 @@ __device__ __forceinline__ void add(Histogram& histogram, int bin, float z) {
   atomicAdd(&histogram.count[bin], 1u);
 }
 
+// Of a thread's four logits, in its turn-th time, among all fours.
+template <int kBlocks>
+__device__ __forceinline__ int place_of(int turn) {
+  return (turn * kBlocks + Team<kBlocks>::rank()) * kSampleThreads + threadIdx.x;
+}
+
+// A row's logits; `past` stands for those past the vocabulary.
+class LogitsRow {
+ public:
+  __device__ LogitsRow(const float* logits, int vocab, float past)
+      : logits_(logits),
+        vocab_(vocab),
+        aligned_(reinterpret_cast<uintptr_t>(logits) % sizeof(float4) == 0),
+        past_(past) {}
+
+  __device__ __forceinline__ float load(int id) const { return id < vocab_ ? logits_[id] : past_; }
+
+  __device__ __forceinline__ void load4(int id, float (&x)[4]) const {
+    if (aligned_ && id + 4 <= vocab_) {
+      const float4 four = *reinterpret_cast<const float4*>(logits_ + id);
+      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = load(id + i);
+    }
+  }
+
+ private:
+  const float* logits_;  // [V]
+  int vocab_;
+  bool aligned_;
+  float past_;
+};
+
 // A team's work on its row. Logits are read from memory once and then from the first level's cache.
 // A thread's turn is four logits of consecutive ids or, where noise is drawn, a quad: four tokens
 // that share a counter of the noise.
@@ -99,10 +133,7 @@ template <int kBlocks>
 class RowSampler {
  public:
   __device__ RowSampler(const float* logits, int vocab, RowShared& shared)
-      : logits_(logits),
-        vocab_(vocab),
-        aligned_(reinterpret_cast<uintptr_t>(logits) % sizeof(float4) == 0),
-        shared_(shared) {
+      : row_(logits, vocab, -__int_as_float(kInfinityBits)), vocab_(vocab), shared_(shared) {
     const int num_quads = (vocab + 63) / 64 * 16;
     constexpr int kTeamThreads = kBlocks * kSampleThreads;
     num_turns_ = (num_quads + kTeamThreads - 1) / kTeamThreads;
@@ -119,7 +150,7 @@ class RowSampler {
     for (int turn = 0; turn < num_turns_; turn += kBatch) {
       float x[kBatch][4];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) load4(4 * place(turn + i), x[i]);
+      for (int i = 0; i < kBatch; ++i) row_.load4(4 * place(turn + i), x[i]);
 #pragma unroll
       for (int i = 0; i < 4 * kBatch; ++i) {
         const float logit = x[i / 4][i % 4];
@@ -163,29 +194,11 @@ class RowSampler {
     __device__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
   };
 
-  // Of this thread's four logits, among all fours.
-  __device__ int place(int turn) const {
-    return (turn * kBlocks + Team<kBlocks>::rank()) * kSampleThreads + threadIdx.x;
-  }
+  __device__ int place(int turn) const { return place_of<kBlocks>(turn); }
 
   __device__ int id_in_quad(int turn, int part) const {
     const int quad = place(turn);
     return quad / 16 * 64 + part * 16 + quad % 16;
-  }
-
-  // -inf past the vocabulary.
-  __device__ float load(int id) const {
-    return id < vocab_ ? logits_[id] : -__int_as_float(kInfinityBits);
-  }
-
-  __device__ void load4(int id, float (&x)[4]) const {
-    if (aligned_ && id + 4 <= vocab_) {
-      const float4 four = *reinterpret_cast<const float4*>(logits_ + id);
-      x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = load(id + i);
-    }
   }
 
   __device__ float scale(float logit) const { return __fdiv_rn(logit - best_, temperature_); }
@@ -216,7 +229,7 @@ class RowSampler {
     const float least = least_logit(z_of(last));
     for (int turn = 0; turn < num_turns_; ++turn) {
       float logits[4];
-      load4(4 * place(turn), logits);
+      row_.load4(4 * place(turn), logits);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (logits[i] < least) continue;
@@ -474,7 +487,7 @@ class RowSampler {
       bool any = false;
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
-        logits[part] = load(id_in_quad(turn, part));
+        logits[part] = row_.load(id_in_quad(turn, part));
         any |= logits[part] >= least;
       }
       if (!any) continue;
@@ -495,9 +508,8 @@ class RowSampler {
     return id_of(reduce(candidate(best, best_id), Max{}));
   }
 
-  const float* logits_;  // [V]
+  LogitsRow row_;
   int vocab_;
-  bool aligned_;
   RowShared& shared_;
   int num_turns_;
   int id_bits_;
