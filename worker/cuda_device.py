@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from worker.backend import Backend
-from worker.cuda_backend import BLOCK_ROWS, CudaBackend
+from worker.batch import PrefillChunk
+from worker.cuda_backend import BLOCK_ROWS, STREAM_ROWS, CudaBackend
 from worker.cuda_runner import CudaRunner
 from worker.cuda_slots import CudaSlots
 from worker.decoder import Decoder
@@ -23,6 +24,12 @@ from worker.tensor_parallel import Group, Rendezvous, meet
 HEAD_DIMS = (64, 96, 128, 256)
 # Left free beside what is planned, for the driver and for libraries that allocate on first use.
 _MARGIN_BYTES = 256 << 20
+
+
+def warm_up_rows(most: int) -> list[int]:
+    """Rows of a chunk that reach every kind of kernel, `most` at last."""
+    doubled = [BLOCK_ROWS << power for power in range(most.bit_length())]
+    return [rows for rows in (STREAM_ROWS, *doubled) if rows < most] + [most]
 
 
 class CudaDevice(Device):
@@ -83,6 +90,17 @@ class CudaDevice(Device):
         assert isinstance(backend, CudaBackend)
         slots = CudaSlots(backend, decoder.limits.num_slots, decoder.config.vocab_size)
         return CudaRunner(decoder, backend, slots), slots
+
+    def warm_up(self, decoder: Decoder, batches: Batches) -> None:
+        """Libraries choose and load their kernels, and take memory, when they are first asked."""
+        limits = decoder.limits
+        most = min(limits.max_step_tokens, limits.max_seq_len)
+        for rows in warm_up_rows(most):
+            # Behind as long a prefix as there can be: few rows have a kernel of their own there.
+            chunk = PrefillChunk(0, 1, most - rows, (0,) * rows, sample=True, setup=None)
+            decoder.forward(batches.chunk_batch((chunk,)))
+        decoder.cache.clear(0)
+        self._stream.synchronize()
 
     def join_group(self, rendezvous: Rendezvous) -> Group:
         """By the GPUs writing to each other's memory, or by NCCL where they cannot."""

@@ -83,6 +83,9 @@ class Device(ABC):
     def runner(self, decoder: Decoder) -> tuple[Runner, Batches]:
         """What runs commands on a decoder of this device, and what makes batches to test it."""
 
+    def warm_up(self, decoder: Decoder, batches: Batches) -> None:  # noqa: B027 (see enter)
+        """Runs what takes longer the first time, on slot memory that it leaves zeroed."""
+
     @abstractmethod
     def join_group(self, rendezvous: Rendezvous) -> Group:
         """Meets the other ranks; a lone rank meets nobody."""

@@ -155,6 +155,8 @@ class Rank:
         tests = tuple(run_self_tests(decoder, batches))
         self._executor = Executor(runner, limits, checkpoint.config.vocab_size, setup.epoch)
         device.release_free_memory()
+        progress("warming up", 0, 0)
+        device.warm_up(decoder, batches)
         return RankInfo(
             epoch=setup.epoch,
             rank=setup.rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -232,7 +233,35 @@ def test_a_type_that_nobody_takes(tmp_path: Path, name: str) -> None:
         resolve_limits(open_checkpoint(tmp_path), setup, CpuDevice)
 
 
-# Its pace.
+# Its pace and its warm-up.
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "max_seq_len", "rows"),
+    [
+        (2048, 9000, [16, 128, 256, 512, 1024, 2048]),
+        (300, 9000, [16, 128, 256, 300]),
+        (2048, 129, [16, 128, 129]),
+        (16, 9000, [16]),
+        (2048, 1, [1]),
+    ],
+)
+def test_warm_up_has_few_and_many_rows_and_leaves_no_trace(
+    cuda_device: Any, max_step_tokens: int, max_seq_len: int, rows: list[int]
+) -> None:
+    done: list[Any] = []
+    cuda_device._stream = SimpleNamespace(synchronize=lambda: done.append("done"))
+    decoder: Any = SimpleNamespace(
+        limits=ServingLimits(8, max_seq_len, max_step_tokens, "bfloat16", "bfloat16"),
+        forward=done.append,
+        cache=SimpleNamespace(clear=done.append),
+    )
+    batches: Any = SimpleNamespace(chunk_batch=lambda chunks: chunks)
+    cuda_device.warm_up(decoder, batches)
+    assert done[len(rows) :] == [0, "done"]
+    assert [len(chunk.token_ids) for (chunk,) in done[: len(rows)]] == rows
+    assert all(chunk.sample and chunk.slot == 0 for (chunk,) in done[: len(rows)])
+    assert {chunk.start + len(chunk.token_ids) for (chunk,) in done[: len(rows)]} == {rows[-1]}
 
 
 @pytest.mark.parametrize("num_slots", [1, 8, 32])

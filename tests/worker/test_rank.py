@@ -1,4 +1,4 @@
-"""What a rank tells when it is released."""
+"""A rank is warmed up at last; what it tells when it is released."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from worker_driver import Driver
 
 from checkpoints import make_checkpoint
+from worker.device import CpuDevice
 
 # A step without a begin, 100 gaps of 1 to 100 us, and a rest of two seconds.
 GAPS_NS = [-(10**15), *range(100_000, 0, -1000), 2 * 10**9]
@@ -32,3 +33,15 @@ def test_a_device_that_does_not_tell(tmp_path: Path, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "worker.rank"):
         driver.rank.release()
     assert caplog.messages == []
+
+
+def test_the_device_is_warmed_up_when_free_memory_has_gone_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libraries took before would go back too, and be taken again by the first prompt."""
+    calls: list[str] = []
+    for name in ("release_free_memory", "warm_up"):
+        monkeypatch.setattr(CpuDevice, name, lambda *_, name=name: calls.append(name))
+    Driver(make_checkpoint(tmp_path, "llama"), max_seq_len=32)
+    assert calls.count("warm_up") == 1
+    assert calls[-2:] == ["release_free_memory", "warm_up"]
