@@ -85,7 +85,7 @@ class RowLogprobs {
  public:
   __device__ RowLogprobs(const float* logits, int vocab, int n, LogprobsShared& shared)
       : logits_(logits),
-        row_(logits, vocab, __uint_as_float(kPastBits)),
+        row_(logits, vocab, float_of_bits(kPastBits)),
         vocab_(vocab),
         num_turns_((vocab + 4 * kBlocks * kSampleThreads - 1) / (4 * kBlocks * kSampleThreads)),
         n_(n),

@@ -26,6 +26,9 @@ constexpr float kWeightless = -32.0f;             // z of tokens whose weight is
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr int kMaxTeam = 8;
 
+// In the initialisers of a template's members the host compiler does not know the intrinsic.
+__device__ __forceinline__ float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
+
 struct Histogram {
   uint32_t count[kBins];
   uint32_t low[kBins], high[kBins];  // halves of the weight
@@ -133,7 +136,7 @@ template <int kBlocks>
 class RowSampler {
  public:
   __device__ RowSampler(const float* logits, int vocab, RowShared& shared)
-      : row_(logits, vocab, -__int_as_float(kInfinityBits)), vocab_(vocab), shared_(shared) {
+      : row_(logits, vocab, -float_of_bits(kInfinityBits)), vocab_(vocab), shared_(shared) {
     const int num_quads = (vocab + 63) / 64 * 16;
     constexpr int kTeamThreads = kBlocks * kSampleThreads;
     num_turns_ = (num_quads + kTeamThreads - 1) / kTeamThreads;
