@@ -64,10 +64,13 @@ class Pipeline:
         self._steps.put(when_collected)
         return future
 
-    def run(self, executor: Callable[[], Executor], command: StepCommand) -> Future[StepResult]:
-        """The result of a command; a cancelled one is not begun."""
+    def run(self, read: Callable[[], tuple[Executor, StepCommand]]) -> Future[StepResult]:
+        """The result of the command that `read` gives on the step thread, with its executor.
+
+        A cancelled one is not begun.
+        """
         future: Future[StepResult] = Future()
-        self._steps.put(lambda: self._begin(executor, command, future))
+        self._steps.put(lambda: self._begin(read, future))
         return future
 
     def shutdown(self) -> None:
@@ -76,20 +79,17 @@ class Pipeline:
         self._results.end()
 
     def _begin(
-        self,
-        executor: Callable[[], Executor],
-        command: StepCommand,
-        future: Future[StepResult],
+        self, read: Callable[[], tuple[Executor, StepCommand]], future: Future[StepResult]
     ) -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            present = executor()
-            submitted = present.submit(command)
+            executor, command = read()
+            submitted = executor.submit(command)
         except Exception as error:
             future.set_exception(error)
             return
-        self._results.put(lambda: _set_outcome(future, present.collect, submitted))
+        self._results.put(lambda: _set_outcome(future, executor.collect, submitted))
 
 
 def _set_outcome(future: Future[T], function: Callable[..., T], *arguments: object) -> None:

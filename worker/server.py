@@ -155,12 +155,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             pending.put_nowait(None)
 
     def _submit(self, request: worker_pb2.RunRequest) -> Future[StepResult]:
-        try:
-            return self._pipeline.run(lambda: self._rank.executor, _step_command(request))
-        except ProtocolError as error:
-            refused: Future[StepResult] = Future()
-            refused.set_exception(error)
-            return refused
+        # Read on the step thread, which has to wake up meanwhile anyhow.
+        return self._pipeline.run(lambda: (self._rank.executor, _step_command(request)))
 
     async def _release(self, name: str | None) -> None:
         """Drops the slots once the thread is free.

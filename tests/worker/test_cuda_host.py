@@ -199,7 +199,7 @@ def test_the_thread_that_waits_is_told_its_gpu(
     monkeypatch.setattr(sys.modules["worker.cuda_runner"], "_enter", note)
     pipeline = Pipeline()
     command = StepCommand(1, 1, 1, (gpu.first_chunk(0, PROMPTS[0], sampling(20)),))
-    assert pipeline.run(lambda: gpu.executor, command).result().rows[0].token_ids
+    assert pipeline.run(lambda: (gpu.executor, command)).result().rows[0].token_ids
     pipeline.shutdown()
     assert threads == ["result"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,10 +55,14 @@ def step(step_id: int, num_steps: int = 1) -> StepCommand:
     return StepCommand(1, step_id, num_steps, ())
 
 
+def read(executor: Any, step_id: int) -> Callable[[], Any]:
+    return lambda: (executor, step(step_id))
+
+
 def test_a_call_waits_until_all_commands_before_it_are_collected(
     executor: Any, pipeline: Pipeline
 ) -> None:
-    results = [pipeline.run(lambda: executor, step(number)) for number in (1, 2)]
+    results = [pipeline.run(read(executor, number)) for number in (1, 2)]
     called = pipeline.call(executor.log.append, "called")
     for _ in results:
         assert executor.begun.acquire(timeout=TIMEOUT_S)
@@ -73,12 +77,14 @@ def test_a_call_waits_until_all_commands_before_it_are_collected(
 def test_errors_are_those_of_their_own_call(executor: Any, pipeline: Pipeline) -> None:
     executor.done.set()
     with pytest.raises(StepError, match="no steps"):
-        pipeline.run(lambda: executor, step(1, 0)).result(TIMEOUT_S)
+        pipeline.run(lambda: (executor, step(1, 0))).result(TIMEOUT_S)
     with pytest.raises(StepError, match="too many steps"):
-        pipeline.run(lambda: executor, step(2, 2)).result(TIMEOUT_S)
+        pipeline.run(lambda: (executor, step(2, 2))).result(TIMEOUT_S)
+    with pytest.raises(ZeroDivisionError):
+        pipeline.run(lambda: (executor, step(3 // 0))).result(TIMEOUT_S)
     with pytest.raises(ValueError, match="invalid literal"):
         pipeline.call(int, "x").result(TIMEOUT_S)
-    assert pipeline.run(lambda: executor, step(3)).result(TIMEOUT_S).step_id == 3
+    assert pipeline.run(lambda: (executor, step(3))).result(TIMEOUT_S).step_id == 3
 
 
 def test_what_is_cancelled_in_time_is_not_begun(executor: Any, pipeline: Pipeline) -> None:
@@ -91,17 +97,17 @@ def test_what_is_cancelled_in_time_is_not_begun(executor: Any, pipeline: Pipelin
     executor.done.set()
     held = pipeline.call(hold)
     assert began.wait(TIMEOUT_S)
-    late = [pipeline.run(lambda: executor, step(1)), pipeline.call(executor.log.append, "called")]
+    late = [pipeline.run(lambda: (executor, step(1))), pipeline.call(executor.log.append, "called")]
     assert [future.cancel() for future in late] == [True, True]
     go_on.set()
     held.result(TIMEOUT_S)
-    assert pipeline.run(lambda: executor, step(2)).result(TIMEOUT_S).step_id == 2
+    assert pipeline.run(lambda: (executor, step(2))).result(TIMEOUT_S).step_id == 2
     assert executor.log == ["begun 2", "collected 2"]
 
 
 def test_shutdown_waits_for_what_is_under_way(executor: Any) -> None:
     pipeline = Pipeline()
-    result = pipeline.run(lambda: executor, step(1))
+    result = pipeline.run(lambda: (executor, step(1)))
     threading.Timer(0.05, executor.done.set).start()
     pipeline.shutdown()
     assert result.done()
