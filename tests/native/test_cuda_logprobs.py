@@ -43,11 +43,13 @@ class Step:
         )
         ops.begin_command(self.table.table)
         self.out = empty_records(3, num_slots).pin_memory()
+        self.sampled_ns = 0
         self.tokens = self.run(ops, logits, slots)
         self.records = records_in(self.out)[0]
 
     def run(self, ops: Any, logits: Tensor, slots: list[int] | None = None) -> list[int]:
         tokens = self.table.sample(ops, logits, slots)
+        self.sampled_ns = int(self.table.stamps[:, 1].max())
         chosen = None if slots is None else torch.tensor(slots, dtype=torch.int32, device="cuda")
         ops.logprobs(self.table.table, logits, chosen, self.counts, self.out)
         torch.cuda.synchronize()
@@ -107,6 +109,14 @@ def test_prompts_and_rows_that_are_not_aligned(cuda_ops: Any, generator: torch.G
     for slot in {*range(12)} - {*slots}:
         assert step.tokens[slot] == NO_PART
         assert (step.out[0, slot] == UNTOUCHED).all()
+
+
+def test_the_step_ends_with_its_logprobs(cuda_ops: Any) -> None:
+    logits = torch.zeros(2, 5000, device="cuda")
+    for counts in ([-1, -1], [-1, 3]):
+        step = Step(cuda_ops, logits, counts)
+        assert step.sampled_ns > 0
+        assert (int(step.table.stamps[0, 1]) > step.sampled_ns) == (max(counts) >= 0)
 
 
 def test_rows_without_logprobs_are_left_alone(cuda_ops: Any, generator: torch.Generator) -> None:

@@ -188,7 +188,7 @@ int64_t sample_workspace(int64_t num_rows, int64_t vocab);
 void sample(const SlotTable& table, const SampleParams& params, Stream stream);
 
 // Logprobs of the tokens that the step drew, of slots that want them. Put behind `sample`, before
-// any other step, with the same logits and slots.
+// any other step, with the same logits and slots. Stamps the end of the step anew.
 struct LogprobsParams {
   const float* logits;  // [B, V], logits[b * stride + v]
   int64_t logits_stride;

@@ -270,6 +270,8 @@ __cluster_dims__(kBlocks, 1, 1)
   if (i == 0) {
     out.logprob = work.drawn_logprob();
     out.rank = work.rank();
+    // The step ends here now; rows that end together overwrite each other's.
+    stamp(table, step, Stamp::kEnd);
   }
 }
 
