@@ -13,12 +13,14 @@ BIN := $(VENV)/bin
 TORCH := $(VENV)/.torch
 BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
+# When the native library was last built with CUDA; not there when it was since built without.
+BUILT_GPU := $(VENV)/.built-gpu
 
 NATIVE_SOURCES := $(shell find native protos -type f)
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu build build-gpu protos fmt lint type golden bench bench-gpu clean
+.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden bench bench-gpu clean
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -41,6 +43,7 @@ test: $(TOOLS)
 build protos: $(TORCH)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
 	@touch $(BUILT) $(TOOLS)
+	@rm -f $(BUILT_GPU)
 
 fmt: $(TOOLS)
 	$(BIN)/ruff check --fix --show-fixes .
@@ -61,13 +64,16 @@ golden: $(TOOLS)
 bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
 
-# With CUDA, whatever was built before; builds only what changed.
-build-gpu: $(TORCH)
-	SLOTWISE_CUDA=ON $(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
-	@touch $(BUILT) $(TOOLS)
+build-gpu: nvcc $(BUILT_GPU)
 	@$(BIN)/python -c 'import sys, torch; from worker import _native; \
 	  sys.exit(not (torch.cuda.is_available() and _native.cuda_available()))' || { \
-	  echo "error: no GPU can be used; $(BIN)/slotwise doctor says why"; exit 2; }
+	  echo "error: built, but no GPU can be used; $(BIN)/slotwise doctor says why"; exit 2; }
+
+# Before torch, which is several GB.
+nvcc:
+	@test -n "$$CUDACXX" || command -v nvcc >/dev/null || { \
+	  echo "error: no nvcc on the PATH; install the CUDA toolkit, 12.8 or newer. Where it is" \
+	       "installed: PATH=/usr/local/cuda/bin:\$$PATH make $(MAKECMDGOALS)"; exit 2; }
 
 test-gpu: build-gpu
 	$(BIN)/pytest -m gpu $(ARGS) $(TESTS)
@@ -81,7 +87,7 @@ bench-gpu: build-gpu
 	$(BIN)/python tests/bench_gpu.py $(ARGS)
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT) $(TOOLS)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT) $(TOOLS) $(BUILT_GPU)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch comes first and by its constraint, so that nothing later asks for another build of it.
@@ -92,10 +98,17 @@ $(TORCH): constraints-dev.txt | $(BIN)/python
 $(BUILT): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/pip install -c constraints-dev.txt -e .
 	@touch $@
+	@rm -f $(BUILT_GPU)
 
 $(TOOLS): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
 	@touch $(BUILT) $@
+	@rm -f $(BUILT_GPU)
+
+# pip builds in a folder of its own, so all of it each time: minutes.
+$(BUILT_GPU): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
+	SLOTWISE_CUDA=ON $(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	@touch $(BUILT) $(TOOLS) $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
