@@ -132,17 +132,21 @@ def test_a_signal_is_passed_on_although_the_main_thread_sleeps():
             if number == signal.SIGTERM:
                 passed.set()
 
+    before = signal.getsignal(signal.SIGTERM)
     release = threading.Event()
-    other = threading.Thread(target=release.wait)
+    other = threading.Thread(target=release.wait, daemon=True)
     other.start()
-    with _forwarding_signals(Child()):
-        # Taken by another thread, the signal does not wake this one from its lock.
-        sender = threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM))
-        sender.start()
-        assert passed.wait(TIMEOUT_S)
-    release.set()
-    other.join()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        with _forwarding_signals(Child()):
+            # Taken by another thread, the signal does not wake this one from its lock.
+            sender = threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM))
+            sender.start()
+            assert passed.wait(TIMEOUT_S)
+    finally:
+        release.set()
+        other.join()
+    # Whatever it was: the tests before this one are of the same process.
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_flags_are_sent_only_when_set():
