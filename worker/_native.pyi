@@ -309,7 +309,8 @@ class CudaOps:
 
         Behind `sample`, before any other step, with the same logits and slots. counts int32 [S],
         -1 for slots that want none. out: pinned int32 [R, S, 42] on the CPU; row step % R, where
-        the token is in row step % ring_rows of the ring. Nothing is written where none was drawn.
+        the token is in row step % ring_rows of the ring. What a slot gets that drew none means
+        nothing.
         """
 
 class CudaPeers:

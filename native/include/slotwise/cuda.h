@@ -196,7 +196,7 @@ struct LogprobsParams {
   const int32_t* slots;   // [B] or null, as `sample` was given it
   const int32_t* counts;  // [S], best tokens wanted, up to kMaxLogprobs; -1: no logprobs at all
   // In host memory: out[step % out_rows, slot], where step is the number that the step's row of the
-  // table's ring has too. Nothing is written where no token was drawn.
+  // table's ring has too. Without meaning where no token was drawn.
   TokenLogprobs* out;  // [out_rows, S]
   int32_t out_rows;
 };

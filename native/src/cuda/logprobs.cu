@@ -2,9 +2,9 @@
 // reads its row twice: for the best token of every thread, then for the sum and the best of all.
 //
 // A token is a key (`candidate`): larger for a better one, and no two are equal. The n best tokens
-// of a block lie in the n threads whose own best are best, and these in the n warps of which the
-// same is true. So the lists that are sorted on the way are short, whatever the logits are. Weights
-// are in fixed point, as in sample_row.cuh: sums do not depend on their order.
+// of a block lie in the n threads whose own best are best, and these in the n groups of threads of
+// which the same is true. So the lists that are sorted on the way are short, whatever the logits
+// are. Weights are in fixed point, as in sample_row.cuh: sums do not depend on their order.
 #include "launch.cuh"
 #include "sample_row.cuh"
 #include "slot_table.cuh"
@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kTeamBlocks = kMaxTeam;
 constexpr int kWarps = kSampleThreads / 32;
+constexpr int kGroup = 8;                                   // threads
 constexpr uint64_t kLeastKey = uint64_t{0x007fffff} << 32;  // no token has a lesser one
 constexpr uint32_t kPastBits = 0xffffffff;                  // a NaN: less and greater than nothing
 
@@ -25,12 +26,11 @@ struct KeyList {
 };
 
 struct LogprobsShared {
-  KeyList<kWarps> warps;
-  KeyList<32 * kMaxLogprobs> threads;
+  KeyList<kSampleThreads / kGroup> groups;
+  KeyList<kGroup * kMaxLogprobs> threads;
   KeyList<(1 + 4 * kBatch) * kMaxLogprobs> tokens;
   uint64_t warp_sums[kWarps];
   uint32_t warp_better[kWarps];
-  int32_t drawn;
   uint64_t best[kMaxTeam];  // of every block of the team
   // In the first block of the team: what each of them found.
   KeyList<kMaxTeam * kMaxLogprobs> team;
@@ -64,11 +64,12 @@ __device__ uint64_t keep_best(KeyList<kCapacity>& list, int n) {
   return count < n ? kLeastKey : list.keys[n - 1];
 }
 
-__device__ __forceinline__ uint64_t max_of_warp(uint64_t key) {
-  const uint32_t high = static_cast<uint32_t>(key >> 32);
-  const uint32_t best = __reduce_max_sync(0xffffffff, high);
-  const uint32_t low = high == best ? static_cast<uint32_t>(key) : 0;
-  return static_cast<uint64_t>(best) << 32 | __reduce_max_sync(0xffffffff, low);
+__device__ __forceinline__ uint64_t max_of_group(uint64_t key) {
+#pragma unroll
+  for (int distance = kGroup / 2; distance > 0; distance /= 2) {
+    key = max(key, __shfl_xor_sync(0xffffffff, key, distance));
+  }
+  return key;
 }
 
 __device__ __forceinline__ uint64_t sum_of_warp(uint64_t x) {
@@ -79,41 +80,38 @@ __device__ __forceinline__ uint64_t sum_of_warp(uint64_t x) {
   return x;
 }
 
-// A row's work. n: the best tokens to find, at least 1, at most V.
+// A row's work. n: the best tokens to find, at least 1, at most V. Of a row from which nothing
+// could be drawn the results mean nothing.
 template <int kBlocks>
 class RowLogprobs {
  public:
-  __device__ RowLogprobs(const float* logits, int vocab, int n, LogprobsShared& shared)
-      : logits_(logits),
-        row_(logits, vocab, float_of_bits(kPastBits)),
+  __device__ RowLogprobs(const float* logits, int vocab, int32_t drawn, int n,
+                         LogprobsShared& shared)
+      : row_(logits, vocab, float_of_bits(kPastBits)),
         vocab_(vocab),
         num_turns_((vocab + 4 * kBlocks * kSampleThreads - 1) / (4 * kBlocks * kSampleThreads)),
+        drawn_(drawn),
+        drawn_logit_(logits[drawn]),
         n_(n),
         shared_(shared) {
     if (threadIdx.x == 0) {
-      shared_.warps.count = shared_.threads.count = shared_.tokens.count = 0;
+      shared_.groups.count = shared_.threads.count = shared_.tokens.count = 0;
       shared_.team.count = kBlocks * n;
     }
     __syncthreads();
   }
 
-  // False, in all threads of the team, where `drawn` (in host memory) is no token; else the first
-  // block has the results, in all of its threads.
-  __device__ bool run(const int32_t* drawn) {
+  // Afterwards the first block of the team has the results, in all of its threads.
+  __device__ void run() {
+    Team<kBlocks>::arrive();
     const uint32_t rank = Team<kBlocks>::rank();
-    // Asked for early: it takes as long as the first pass.
-    int32_t token = 0;
-    if (threadIdx.x == 0) token = *static_cast<const volatile int32_t*>(drawn);
     const uint64_t thread_best = best_of_thread();
-    const uint64_t warp_best = max_of_warp(thread_best);
-    if (threadIdx.x % 32 == 0 && warp_best != 0) push(shared_.warps, warp_best);
-    if (threadIdx.x == 0) shared_.drawn = token;
-    uint64_t least = keep_best(shared_.warps, n_);
-    drawn_ = shared_.drawn;
-    if (drawn_ < 0) return false;
+    const uint64_t group_best = max_of_group(thread_best);
+    if (threadIdx.x % kGroup == 0 && group_best != 0) push(shared_.groups, group_best);
+    uint64_t least = keep_best(shared_.groups, n_);
     Team<kBlocks>::wait();
     if (threadIdx.x < kBlocks) {
-      const uint64_t best = shared_.warps.count > 0 ? shared_.warps.keys[0] : 0;
+      const uint64_t best = shared_.groups.count > 0 ? shared_.groups.keys[0] : 0;
       Team<kBlocks>::in_block(shared_.best, threadIdx.x)[rank] = best;
     }
     Team<kBlocks>::arrive();
@@ -124,21 +122,20 @@ class RowLogprobs {
     add_up(least);
     report(rank);
     Team<kBlocks>::arrive();
-    if (rank != 0) return true;
+    if (rank != 0) return;
     Team<kBlocks>::wait();
     keep_best(shared_.team, n_);
     finish();
-    return true;
   }
 
   // The results, in the first block.
   __device__ int rank() const { return static_cast<int>(better_) + 1; }
-  __device__ float drawn_logprob() const { return logprob(logits_[drawn_]); }
+  __device__ float drawn_logprob() const { return logprob(drawn_logit_); }
   __device__ int best_id(int i) const { return id_of(shared_.team.keys[i]); }
   __device__ float best_logprob(int i) const { return logprob(value_of(shared_.team.keys[i])); }
 
  private:
-  // 0 where the thread has no token. Which token is best in a row with a NaN does not matter.
+  // 0 where the thread has no token.
   __device__ uint64_t best_of_thread() const {
     float best = -__int_as_float(kInfinityBits);
     // Where all are -inf, the first one.
@@ -177,12 +174,12 @@ class RowLogprobs {
   // The weights of the block's tokens, those better than the drawn one, and the best of those from
   // `least` on: a batch of turns has at most 4 kBatch n of them.
   __device__ void add_up(uint64_t least) {
-    const float least_value = value_of(least), drawn_value = logits_[drawn_];
+    const float least_logit = value_of(least);
     for (int turn = 0; turn < num_turns_; turn += kBatch) {
       each_of_batch(turn, [&](float x, int id) {
         sum_ += fixed_weight(x - max_);
-        better_ += x > drawn_value || (x == drawn_value && id < drawn_);
-        if (x >= least_value && candidate(x, id) >= least) {
+        better_ += x > drawn_logit_ || (x == drawn_logit_ && id < drawn_);
+        if (x >= least_logit && candidate(x, id) >= least) {
           push(shared_.tokens, candidate(x, id));
         }
       });
@@ -226,13 +223,13 @@ class RowLogprobs {
     return static_cast<float>(static_cast<double>(logit) - static_cast<double>(max_) - log_of_sum_);
   }
 
-  const float* logits_;  // [V]
   LogitsRow row_;
   int vocab_;
   int num_turns_;
+  int32_t drawn_;
+  float drawn_logit_;
   int n_;
   LogprobsShared& shared_;
-  int drawn_ = 0;
   float max_ = 0.0f;
   uint64_t sum_ = 0;     // weights of this thread, then of the row
   uint32_t better_ = 0;  // tokens better than the drawn one, alike
@@ -252,14 +249,13 @@ __cluster_dims__(kBlocks, 1, 1)
   const int slot = params.slots == nullptr ? row : params.slots[row];
   const int count = params.counts[slot];
   if (count < 0) return;
-  Team<kBlocks>::arrive();
+  const int n = min(max(count, 1), table.vocab);
+  RowLogprobs<kBlocks> work(params.logits + row * params.logits_stride, table.vocab,
+                            table.last_token[slot], n, shared);
+  work.run();
+  if (Team<kBlocks>::rank() != 0 || threadIdx.x >= 32) return;
   // `sample` has counted the step.
   const uint32_t step = *table.counter - 1;
-  const int n = min(max(count, 1), table.vocab);
-  const float* logits = params.logits + row * params.logits_stride;
-  RowLogprobs<kBlocks> work(logits, table.vocab, n, shared);
-  const bool drawn = work.run(ring_row(table, step) + slot);
-  if (!drawn || Team<kBlocks>::rank() != 0 || threadIdx.x >= 32) return;
   const uint32_t out_row = step % static_cast<uint32_t>(params.out_rows);
   TokenLogprobs& out = params.out[static_cast<int64_t>(out_row) * table.num_slots + slot];
   const int i = static_cast<int>(threadIdx.x);

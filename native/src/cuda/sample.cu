@@ -52,6 +52,11 @@ __device__ int32_t sample_row(const float* logits, int vocab, uint32_t length,
   return draw.temperature == 0.0f ? id_of(best) : sampler.draw(draw, length);
 }
 
+__device__ int32_t* ring_row(const SlotTable& table, uint32_t step) {
+  return table.ring +
+         static_cast<int64_t>(step % static_cast<uint32_t>(table.ring_rows)) * table.num_slots;
+}
+
 __device__ bool is_end(const SlotTable& table, int slot, int32_t token) {
   const int64_t words = (table.vocab + 31) / 32;
   return table.end_ids[slot * words + token / 32] >> (token % 32) & 1;

@@ -17,12 +17,6 @@ __device__ __forceinline__ void stamp(const SlotTable& table, uint32_t step, Sta
   table.stamps[2 * row + static_cast<uint32_t>(which)] = now;
 }
 
-// The step's tokens.
-__device__ __forceinline__ int32_t* ring_row(const SlotTable& table, uint32_t step) {
-  return table.ring +
-         static_cast<int64_t>(step % static_cast<uint32_t>(table.ring_rows)) * table.num_slots;
-}
-
 // What the slot's row of the next step is, from what the slot is now.
 __device__ __forceinline__ void set_row(const SlotTable& table, int slot) {
   const bool decodes = table.scheduled[slot] != 0 && table.active[slot] != 0;
