@@ -58,4 +58,5 @@ def cuda_ops() -> Any:
     """The operators of the first GPU, on torch's current stream."""
     if not (_native.BUILT_WITH_CUDA and torch.cuda.is_available()):
         pytest.skip("needs an NVIDIA GPU and a build with SLOTWISE_CUDA=ON")
+    torch.manual_seed(1234)
     return _native.CudaOps(0, torch.cuda.current_stream().cuda_stream)

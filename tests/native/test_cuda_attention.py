@@ -14,8 +14,9 @@ pytestmark = pytest.mark.gpu
 
 # The relative error of a head: the output's rounding, and that of the weights.
 ERRORS = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 1e-5}
-# The same of a head after norm and rotation: its rounding alone.
-ROPE_ERRORS = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4, torch.float32: 4e-7}
+# The same of a head after norm and rotation: its rounding alone, of which 2^-8 and 2^-11 are the
+# most.
+ROPE_ERRORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 4e-7}
 DTYPES = list(ERRORS)
 HALVES = [torch.bfloat16, torch.float16]
 DIMS = [64, 96, 128, 256]
