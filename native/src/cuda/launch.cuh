@@ -4,7 +4,9 @@
 // The rule: every thread of every kernel calls wait_for_predecessor() before it reads or writes
 // anything a kernel may have written or may still read. Only weights and other constants may be
 // read before. start_successor() may come at any time; the successor waits for the whole
-// predecessor all the same.
+// predecessor all the same. When it comes decides whose loads the memory serves first: products
+// start theirs at once, norms and attention after their own wait, so that no more than the next
+// product loads ahead of what is waited for.
 //
 // The exception: decode attention reads the positions and the cache's earlier rows before it waits.
 // Only kernels of earlier steps write these, and they are complete by then: a kernel starts when
