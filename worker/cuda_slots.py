@@ -125,17 +125,21 @@ class CudaSlots:
             if chunk.sample:
                 sample_rows.append(end - 1)
             first = end
-        # Rows that nobody asked for are idle, as the table's are in this array.
-        token_ids = np.full(self._ops.num_rows(first), -1, dtype=np.int32)
+        # One copy for both, before which nothing can run. Rows that nobody asked for are idle, as
+        # the table's are here.
+        num_rows = self._ops.num_rows(first)
+        array = np.full(num_rows + len(sample_rows), -1, dtype=np.int32)
         for chunk, span in zip(chunks, spans, strict=True):
-            token_ids[span.first_row : span.end_row] = chunk.token_ids
+            array[span.first_row : span.end_row] = chunk.token_ids
+        array[num_rows:] = sample_rows
+        sent = self._send(array)
         return ForwardBatch(
-            token_ids=self._send(token_ids),
+            token_ids=sent[:num_rows],
             slots=torch.empty(0, dtype=torch.int32),
             positions=self._ints["row_position"],
             num_decode_rows=num_decode,
             chunks=tuple(spans),
-            sample_rows=self._send(np.array(sample_rows, dtype=np.int64)) if chunks else None,
+            sample_rows=sent[num_rows:] if chunks else None,
             sampled_chunks=last_rows(num_decode, chunks),
             table=self.table if num_decode else None,
         )
