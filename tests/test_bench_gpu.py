@@ -7,7 +7,7 @@ import sys
 
 import bench_gpu
 import pytest
-from bench_gpu import CONCURRENCY, TARGETS, lines, table
+from bench_gpu import ALONE, CONCURRENCY, TARGETS, lines, table
 
 from slotwise_cli.geometry import MODELS
 from slotwise_cli.gpus import Gpu, Gpus, NoDriverError
@@ -20,12 +20,12 @@ def ladder(*speeds: float, ttft: float = 10.0, grpc: float | None = 1.02) -> dic
             "concurrency": count,
             "difference_tokens_per_s": {"median": speed, "min": speed - 1, "max": speed + 1},
             "difference_ratio_to_one": speed / speeds[0],
-            "ttft_ms_p50": ttft * count,
+            "ttft_ms_p50": ttft * count + 1,
         }
         if grpc is not None:
             level["grpc_time_ratio"] = grpc
         levels.append(level)
-    return {"levels": levels, "new_tokens": 128, "device": "cuda:0"}
+    return {"levels": levels, "new_tokens": 128, "device": "cuda:0", ALONE: ttft}
 
 
 def test_targets_are_of_known_models():
@@ -92,7 +92,7 @@ def test_it_makes_what_is_missing_and_leaves_out_what_cannot_be(monkeypatch, tmp
     made = [words[2] for words in commands if words[0] == "make-checkpoint"]
     assert made == ["qwen3-8b", "qwen3-0.6b"]
     measured = [words[1] for words in commands if words[0] == "bench"]
-    assert measured == ["ladder"] * 3 + ["kernels", "steps"]
+    assert measured == ["ladder"] * 5 + ["kernels", "steps"]
     assert "qwen3-8b-tp2-512: left out, 1 GPUs here" in capsys.readouterr().out
 
 
@@ -115,12 +115,18 @@ def test_a_ladder_is_asked_for_what_the_issue_says(monkeypatch, tmp_path, target
 
     def slotwise(*words):
         asked.append(words)
-        (tmp_path / words[words.index("--json-file") + 1]).write_text("{}")
+        level = {"ttft_ms_p50": 1.0 + len(asked)}
+        (tmp_path / words[words.index("--json-file") + 1]).write_text(
+            json.dumps({"levels": [level]})
+        )
 
     monkeypatch.setattr(bench_gpu, "slotwise", slotwise)
-    bench_gpu.measure(target, 5)
-    (words,) = asked
-    assert words[words.index("--prompt-tokens") + 1] == str(target.prompt_tokens)
-    assert words[words.index("--output-tokens") + 1] == "128"
-    assert words[words.index("--concurrency") + 1] == "1,2,4,8"
-    assert ("--tp" in words) == (target.tp > 1)
+    measured = bench_gpu.measure(target, 5)
+    alone = target.ttft_ms is not None
+    counts = [words[words.index("--concurrency") + 1] for words in asked]
+    assert counts == ["1,2,4,8"] + ["1"] * alone
+    assert measured.get(ALONE) == (3.0 if alone else None)
+    for words in asked:
+        assert words[words.index("--prompt-tokens") + 1] == str(target.prompt_tokens)
+        assert words[words.index("--output-tokens") + 1] == "128"
+        assert ("--tp" in words) == (target.tp > 1)
