@@ -24,12 +24,12 @@ struct alignas(16) Shared {
 template <typename T, int D>
 class CopyDecoder : DecodeGroup<T, D> {
   using Base = DecodeGroup<T, D>;
-  using Base::cache_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
-      Base::shared_, Base::warp_;
   using Base::after, Base::append, Base::clear_idle_rows, Base::first_head, Base::first_item,
       Base::fold_row, Base::is_last, Base::key, Base::last, Base::mask, Base::num_heads,
       Base::prefetch_constants, Base::put_max, Base::put_result, Base::put_weights, Base::qkv,
       Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
+  using Base::cache_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
+      Base::shared_, Base::warp_;
 
  public:
   __device__ CopyDecoder(const DecodeAttentionParams& params, float c, Shared<T, D>& shared)
@@ -64,7 +64,6 @@ class CopyDecoder : DecodeGroup<T, D> {
       item = next;
     }
   }
-
 
  private:
   static constexpr bool kTwoBuffers = Shared<T, D>::kTwoBuffers;
@@ -197,8 +196,8 @@ void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) 
   const int64_t groups = cache.num_kv_heads * ((heads_per_kv + kGroupHeads - 1) / kGroupHeads);
   const int64_t items = cache.num_slots * groups * ((cache.num_positions + kTile - 1) / kTile);
   launch("decode_attention", kernel,
-         {dim3(static_cast<unsigned>(std::min(blocks, items))), kDecodeThreads, bytes}, stream, params,
-         c);
+         {dim3(static_cast<unsigned>(std::min(blocks, items))), kDecodeThreads, bytes}, stream,
+         params, c);
 }
 
 }  // namespace

@@ -56,12 +56,12 @@ template <typename T, int D>
 class StreamDecoder : DecodeGroup<T, D, PanelTiles<D>> {
   using Tiles = PanelTiles<D>;
   using Base = DecodeGroup<T, D, Tiles>;
-  using Base::group_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
-      Base::shared_, Base::warp_;
   using Base::after, Base::append, Base::clear_idle_rows, Base::first_head, Base::first_item,
       Base::fold_row, Base::is_last, Base::key, Base::last, Base::mask, Base::num_heads,
       Base::prefetch_constants, Base::put_max, Base::put_result, Base::put_weights, Base::qkv,
       Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
+  using Base::group_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
+      Base::shared_, Base::warp_;
 
  public:
   __device__ StreamDecoder(const DecodeAttentionParams& params, float c, StreamShared<T, D>& shared,
@@ -246,10 +246,9 @@ __global__ __launch_bounds__(kThreads, 1) void stream_kernel(
 
 CUtensorMap cache_map(const void* base, const CacheParams& cache, int64_t slot_stride,
                       int64_t position_stride, int64_t head_stride) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(cache.head_dim),
-                              static_cast<cuuint64_t>(cache.num_positions),
-                              static_cast<cuuint64_t>(cache.num_kv_heads),
-                              static_cast<cuuint64_t>(cache.num_slots)};
+  const cuuint64_t sizes[] = {
+      static_cast<cuuint64_t>(cache.head_dim), static_cast<cuuint64_t>(cache.num_positions),
+      static_cast<cuuint64_t>(cache.num_kv_heads), static_cast<cuuint64_t>(cache.num_slots)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * position_stride),
                                 static_cast<cuuint64_t>(2 * head_stride),
                                 static_cast<cuuint64_t>(2 * slot_stride)};
@@ -282,10 +281,9 @@ bool decode_attention_tma_supported(const CacheParams& cache) {
 
 void decode_attention_tma(const DecodeAttentionParams& params, Stream stream) {
   const CacheParams& cache = params.input.cache;
-  const CacheMaps maps{cache_map(cache.k, cache, cache.k_slot_stride, cache.k_position_stride,
-                                 cache.k_head_stride),
-                       cache_map(cache.v, cache, cache.v_slot_stride, cache.v_position_stride,
-                                 cache.v_head_stride)};
+  const CacheMaps maps{
+      cache_map(cache.k, cache, cache.k_slot_stride, cache.k_position_stride, cache.k_head_stride),
+      cache_map(cache.v, cache, cache.v_slot_stride, cache.v_position_stride, cache.v_head_stride)};
   for_dtype(cache.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) == 2) {

@@ -29,8 +29,8 @@ inline EncodeTiled encode_tiled() {
   return found;
 }
 
-// 16-bit elements, the innermost dimension first and contiguous; the strides of the others in bytes.
-// Boxes are swizzled as hopper.cuh says, and are zeros outside of the tensor.
+// 16-bit elements, the innermost dimension first and contiguous; the strides of the others in
+// bytes. Boxes are swizzled as hopper.cuh says, and are zeros outside of the tensor.
 template <unsigned kDims>
 CUtensorMap map_tensor(const char* what, const void* data, DType dtype,
                        const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
