@@ -161,13 +161,18 @@ async def test_a_first_token_goes_out_before_a_command_that_workers_need_not_wai
     scheduler.submit(make_request("a", max_new_tokens=9))
     loop = ServeLoop(scheduler, group, told, worker_timeout_s=60)
     serving = asyncio.create_task(loop.serve())
-    for _ in range(3):
+
+    async def kinds():
         for _ in range(9):
             await asyncio.sleep(0)
-        group.may_give.release()
-    kinds = [type(entry) for entry in order]
-    assert kinds[:4] == [StepCommand, StepCommand, TokenEvent, StepCommand]
-    assert kinds[4:6] == [StepCommand, TokenEvent]
+        return [type(entry) for entry in order]
+
+    assert await kinds() == [StepCommand, StepCommand]
+    group.may_give.release()
+    # The command does not wait for another result.
+    assert await kinds() == [StepCommand, StepCommand, TokenEvent, StepCommand]
+    group.may_give.release()
+    assert (await kinds())[4:] == [StepCommand, TokenEvent]
     for task in (serving, told.task):
         task.cancel()
     loop.close()
