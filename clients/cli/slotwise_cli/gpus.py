@@ -97,7 +97,8 @@ def _load_cuda() -> Any:
 
 def _cuda_order(library: Any) -> list[str] | None:
     """The UUIDs of the cards that CUDA sees, in its order, as NVML writes them; None: no answer."""
-    if library is None:
+    # Drivers before CUDA 11.4 do not tell; that they are too old is said elsewhere.
+    if library is None or not hasattr(library, "cuDeviceGetUuid_v2"):
         return None
     status = library.cuInit(0)
     if status == _CUDA_NO_DEVICE:

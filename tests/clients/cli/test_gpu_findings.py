@@ -184,9 +184,15 @@ def test_cards_are_counted_as_cuda_counts_them(shown, cards, hidden, links):
     assert {(link.first, link.second) for link in gpus.links if link.nvlink} == links
 
 
-@pytest.mark.parametrize("cuda", [FakeCuda(0, status=802), FakeCuda(0, 9)])
+class OldCuda(FakeCuda):
+    """Without the call for the UUID."""
+
+    cuDeviceGetUuid_v2 = property()  # noqa: N815
+
+
+@pytest.mark.parametrize("cuda", [FakeCuda(0, status=802), FakeCuda(0, 9), OldCuda(1, 0)])
 def test_without_an_answer_of_cuda_the_order_is_nvmls(cuda):
-    """It does not start, or it names a part of a card."""
+    """It does not start, it names a part of a card, or it is too old to name any."""
     gpus = look(FakeNvml(TITAN, H200), cuda)
     assert (gpus.cards, gpus.hidden) == ((TITAN, H200), ())
 
