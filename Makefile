@@ -13,8 +13,10 @@ BIN := $(VENV)/bin
 TORCH := $(VENV)/.torch
 BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
-# When the native library was last built with CUDA; not there when it was since built without.
-BUILT_GPU := $(VENV)/.built-gpu
+# When the native library was last built with CUDA, and for which architectures; not there when it
+# was since built otherwise.
+BUILT_GPU := $(VENV)/.built-gpu-$(subst ;,+,$(or $(SLOTWISE_CUDA_ARCHITECTURES),all))
+FORGET_GPU := rm -f $(VENV)/.built-gpu*
 
 NATIVE_SOURCES := $(shell find native protos -type f)
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -43,7 +45,7 @@ test: $(TOOLS)
 build protos: $(TORCH)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
 	@touch $(BUILT) $(TOOLS)
-	@rm -f $(BUILT_GPU)
+	@$(FORGET_GPU)
 
 fmt: $(TOOLS)
 	$(BIN)/ruff check --fix --show-fixes .
@@ -65,6 +67,9 @@ bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
 
 build-gpu: nvcc $(BUILT_GPU)
+	@$(BIN)/python -c 'import sys; from worker import _native; sys.exit(not _native.BUILT_WITH_CUDA)' || { \
+	  $(FORGET_GPU); echo "error: the native library was since built without CUDA, not by make;" \
+	       "once more: make $(MAKECMDGOALS)"; exit 2; }
 	@$(BIN)/python -c 'import sys, torch; from worker import _native; \
 	  sys.exit(not (torch.cuda.is_available() and _native.cuda_available()))' || { \
 	  echo "error: built, but no GPU can be used; $(BIN)/slotwise doctor says why"; exit 2; }
@@ -87,7 +92,8 @@ bench-gpu: build-gpu
 	$(BIN)/python tests/bench_gpu.py $(ARGS)
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT) $(TOOLS) $(BUILT_GPU)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(BUILT) $(TOOLS)
+	$(FORGET_GPU)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # torch comes first and by its constraint, so that nothing later asks for another build of it.
@@ -98,16 +104,17 @@ $(TORCH): constraints-dev.txt | $(BIN)/python
 $(BUILT): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/pip install -c constraints-dev.txt -e .
 	@touch $@
-	@rm -f $(BUILT_GPU)
+	@$(FORGET_GPU)
 
 $(TOOLS): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
 	@touch $(BUILT) $@
-	@rm -f $(BUILT_GPU)
+	@$(FORGET_GPU)
 
 # pip builds in a folder of its own, so all of it each time: minutes.
 $(BUILT_GPU): $(TORCH) pyproject.toml $(NATIVE_SOURCES)
 	SLOTWISE_CUDA=ON $(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
+	@$(FORGET_GPU)
 	@touch $(BUILT) $(TOOLS) $@
 
 $(BIN)/python:
