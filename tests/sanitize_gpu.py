@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -89,8 +90,10 @@ def deal(tests: dict[str, list[str]], num_pieces: int) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece.number)
 
 
-def run(piece: Piece, sanitizer: str, tool: str, deadline: float) -> Found:
-    """Runs a piece, and ends it at the deadline."""
+def run(
+    piece: Piece, sanitizer: str, tool: str, deadline: float, stopped: threading.Event
+) -> Found:
+    """Runs a piece, and ends it at the deadline or once all is stopped."""
     names, log, report = (piece.path(OUT / tool, name) for name in ("tests", "log", "report"))
     names.write_text("\n".join(piece.tests))
     command = [sanitizer, "--tool", tool, "--kernel-name", OUR_KERNELS, "--log-file", str(report)]
@@ -98,18 +101,18 @@ def run(piece: Piece, sanitizer: str, tool: str, deadline: float) -> Found:
         # torch's own calls fail on purpose here and there.
         command += ["--report-api-errors", "no"]
     command += [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
-    left = deadline - time.monotonic()
     # Every tensor in memory of its own: what is written past its end is seen.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command.append(f"@{names}")
-    if left > 0:
+    if time.monotonic() < deadline and not stopped.is_set():
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=file, env=environment, start_new_session=True
             )
-            try:
-                process.wait(left)
-            except subprocess.TimeoutExpired:
+            while process.poll() is None and time.monotonic() < deadline:
+                if stopped.wait(0.1):
+                    break
+            if process.poll() is None:
                 os.killpg(process.pid, 9)
                 process.wait()
     return Found.of(*(path.read_text() if path.exists() else "" for path in (log, report)))
@@ -150,8 +153,15 @@ def main() -> int:
     folder.mkdir(parents=True)
     tests = collect(parsed.files or sorted(NATIVE.glob("test_cuda_*.py")), parsed.keyword)
     pieces = deal(tests, 3 * parsed.processes)
+    stopped = threading.Event()
     with ThreadPoolExecutor(parsed.processes) as pool:
-        found = list(pool.map(lambda p: run(p, sanitizer, parsed.tool, deadline), pieces))
+        try:
+            found = list(
+                pool.map(lambda p: run(p, sanitizer, parsed.tool, deadline, stopped), pieces)
+            )
+        finally:
+            # After ^C, which the processes do not get: they are in sessions of their own.
+            stopped.set()
     text, good = table(pieces, found)
     print(f"{parsed.tool}, logs in {folder}:\n{text}")
     for piece, result in zip(pieces, found, strict=True):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +91,19 @@ def test_what_is_cut_off_is_told(sanitize):
     code, out = sanitize(body="time.sleep(60)", seconds=5)
     assert code == 1
     assert re.search(r"test_two: \d of 6 tests passed, 0 errors, \d of 3 processes did not", out)
+
+
+def test_what_is_interrupted_ends_at_once(sanitize, tmp_path):
+    def interrupt():
+        while not (tmp_path / "began").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        sanitize(body="open('began', 'w').close(), time.sleep(60)")
+    assert time.monotonic() - start < 30
 
 
 def test_without_the_tool(monkeypatch, capsys):
