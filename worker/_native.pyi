@@ -245,7 +245,9 @@ class CudaOps:
     ) -> None:
         """Row t is slot t at positions[t] (int32 [S], -1: idle, out is zeros).
 
-        Norm, rotate, append, attend [0, positions[t]].
+        Norm, rotate, append, attend [0, positions[t]]. positions and earlier rows of the caches are
+        read before the kernels ahead on the stream have ended: where these write them, put `embed`
+        between, or wait.
 
         k_cache, v_cache [S, P, H_kv, D], any strides with D contiguous. states float32, at least
         decode_attention_workspace bytes; counters int32 [S H_kv], zero.
