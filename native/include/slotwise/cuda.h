@@ -119,9 +119,9 @@ struct AttentionInput {
 };
 
 // One row per slot, T = S: row t is slot t at positions[t] (-1: idle). Normalises and rotates q and
-// k, appends k and v to the cache, then attends [0, positions[t]]. qkv is not changed. Positions and
-// earlier rows of the cache are read before the kernels ahead on the stream have ended: `embed` must
-// come between what wrote them and this (launch.cuh).
+// k, appends k and v to the cache, then attends [0, positions[t]]. qkv is not changed. Positions
+// and earlier rows of the cache are read before the kernels ahead on the stream have ended: `embed`
+// must come between what wrote them and this (launch.cuh).
 struct DecodeAttentionParams {
   AttentionInput input;
   const int32_t* positions;  // [S]
