@@ -191,7 +191,9 @@ def test_large_groups(cuda_ops: Any, group: int) -> None:
     check_decode(make_case(64, 2, group, [100, 128, 129, 0, 700]), cuda_ops)
 
 
-@pytest.mark.parametrize(("head_dim", "kv_heads", "group"), [(128, 8, 4), (64, 2, 7), (256, 1, 20)])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "group"), [(128, 8, 4), (128, 2, 20), (64, 2, 7), (256, 1, 20)]
+)
 @pytest.mark.parametrize("lengths", [[32768], [32700, 0, 5, 20000]])
 def test_long_contexts(
     cuda_ops: Any, head_dim: int, kv_heads: int, group: int, lengths: list[int]
