@@ -15,6 +15,10 @@ if(slotwise_use_cuda)
   # Ampere to consumer Blackwell; 90a has the matrix instructions of Hopper.
   set(SLOTWISE_CUDA_ARCHITECTURES "80-real;89-real;90a-real;100-real;120" CACHE STRING
       "Compute capabilities to compile for")
+  if(SLOTWISE_CUDA_ARCHITECTURES MATCHES "(^|;)90(-[a-z]+)?(;|$)")
+    message(FATAL_ERROR "SLOTWISE_CUDA_ARCHITECTURES=${SLOTWISE_CUDA_ARCHITECTURES}: for Hopper "
+                        "name 90a-real; 90 is without its matrix instructions")
+  endif()
   set(CMAKE_CUDA_ARCHITECTURES ${SLOTWISE_CUDA_ARCHITECTURES})
   enable_language(CUDA)
   add_library(slotwise_cuda STATIC

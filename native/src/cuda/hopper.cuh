@@ -1,5 +1,5 @@
 // Hopper's own instructions: copies of tiles (TMA) with their barriers, the products of a warpgroup
-// (wgmma), and what goes with them. Used by `linear` and by prefill attention.
+// (wgmma), and what goes with them. Used by `linear` and by attention.
 //
 // Tiles lie in shared memory in panels of 64 columns, 128 bytes a row, the 16-byte chunks of a row
 // permuted as CU_TENSOR_MAP_SWIZZLE_128B does.
