@@ -157,8 +157,6 @@ class Rank:
         device.release_free_memory()
         progress("warming up", 0, 0)
         device.warm_up(decoder, batches)
-        # All that is here stays until `release`, and would cost the collector 0.1 s at a time.
-        gc.freeze()
         return RankInfo(
             epoch=setup.epoch,
             rank=setup.rank,
@@ -200,7 +198,6 @@ class Rank:
         if self._executor is not None:
             _log_idle(self._executor.runner)
         self._executor = None
-        gc.unfreeze()
         if self._device is not None:
             # Slots must not wait for the collector's own time: the next ones need their memory.
             gc.collect()

@@ -7,6 +7,7 @@ moves messages, so health answers at once whatever the load. Protobuf types stay
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -80,6 +81,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             name = f"slotwise.worker/{setup.rank}"
             await self._health.set(name, _NOT_SERVING)
             info = await self._configure(setup, context, ended)
+            # All that is here stays until the release, and costs the collector 0.1 s at a time.
+            gc.freeze()
             await context.write(worker_pb2.RunResponse(configured=_configured(info)))
             await self._run_steps(name, setup.rank, context)
         except WorkerError as error:
@@ -166,6 +169,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """
         if name is not None:
             await self._health.set(name, _NOT_SERVING)
+        gc.unfreeze()
         released = asyncio.wrap_future(self._pipeline.call(self._rank.release))
         limit_s = self._release_timeout_s if self._rank.waits_for_peers else None
         done, _ = await asyncio.wait({released}, timeout=limit_s)

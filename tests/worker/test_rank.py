@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from pathlib import Path
 
@@ -46,10 +45,3 @@ def test_the_device_is_warmed_up_when_free_memory_has_gone_back(
     Driver(make_checkpoint(tmp_path, "llama"), max_seq_len=32)
     assert calls.count("warm_up") == 1
     assert calls[-2:] == ["release_free_memory", "warm_up"]
-
-
-def test_the_collector_leaves_what_stays_alone_until_it_goes(tmp_path: Path) -> None:
-    driver = Driver(make_checkpoint(tmp_path, "llama"), max_seq_len=32)
-    assert gc.get_freeze_count() > 0
-    driver.rank.release()
-    assert gc.get_freeze_count() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -257,6 +258,18 @@ async def test_slots_are_dropped_when_the_stream_ends(served: Served) -> None:
     await eventually(lambda: free(served))
     with pytest.raises(ProtocolError, match="not configured"):
         _ = served.rank.executor
+
+
+async def test_the_collector_leaves_a_configured_rank_alone(served: Served) -> None:
+    """Until the stream ends: then it must find what the slots held."""
+    stream, _ = await served.configured()
+    assert gc.get_freeze_count() > 0
+    stream.cancel()
+
+    async def collected() -> bool:
+        return gc.get_freeze_count() == 0
+
+    await eventually(collected)
 
 
 async def test_weights_stay_loaded_for_the_same_model(
