@@ -56,9 +56,9 @@ class Float32Row {
     const int source = warp_ == 0 ? head_ : q_heads + (warp_ - 1) * kv_heads + kv_head_;
     Head<D> head = load_head<D>(qkv(source), lane_);
     if (warp_ < 2) {
-      norm_and_rotate(head, warp_ == 0 ? in_.q_norm : in_.k_norm, in_.eps,
-                      in_.cos + int64_t{position} * (D / 2), in_.sin + int64_t{position} * (D / 2),
-                      lane_);
+      const int64_t row = int64_t{position} * (D / 2);
+      const Head<D> angles = load_angles<D>(in_.cos + row, in_.sin + row, lane_);
+      norm_and_rotate(head, warp_ == 0 ? in_.q_norm : in_.k_norm, in_.eps, angles, lane_);
     }
     store_head(head, warp_ == 0 ? shared_.query : warp_ == 1 ? shared_.key : shared_.value, lane_);
     if (warp_ > 0 && head_ % (q_heads / kv_heads) == 0) {

@@ -213,8 +213,9 @@ class DecodeGroup {
   }
 
   __device__ void rotate_head(Head<D>& head, const float* norm, int64_t position) const {
-    norm_and_rotate(head, norm, in_.eps, in_.cos + position * (D / 2), in_.sin + position * (D / 2),
-                    lane_);
+    const Head<D> angles =
+        load_angles<D>(in_.cos + position * (D / 2), in_.sin + position * (D / 2), lane_);
+    norm_and_rotate(head, norm, in_.eps, angles, lane_);
   }
 
   // What the heads need as soon as they are there, into the caches.

@@ -92,21 +92,23 @@ __device__ __forceinline__ void rotate(float& a, float& b, float cos, float sin)
   a = first;
 }
 
-// Norm where norm [D] is not null, then rotation by cos and sin [D / 2].
+// The cosines of a head's first half, and the sines, at a position: cos and sin [D / 2].
+template <int D>
+__device__ __forceinline__ Head<D> load_angles(const float* cos, const float* sin, int lane) {
+  Head<D> angles;
+#pragma unroll
+  for (int j = 0; j < Head<D>::kPairs; ++j) {
+    const int i = min(2 * (lane + 32 * j), D / 2 - 2);
+    angles.first[j] = load_two(cos + i);
+    angles.second[j] = load_two(sin + i);
+  }
+  return angles;
+}
+
+// Norm where norm [D] is not null, then rotation.
 template <int D>
 __device__ __forceinline__ void norm_and_rotate(Head<D>& head, const float* norm, float eps,
-                                                const float* cos, const float* sin, int lane) {
-  // Loaded first, so that one wait serves all.
-  const Head<D> angles = [&] {
-    Head<D> found;
-#pragma unroll
-    for (int j = 0; j < Head<D>::kPairs; ++j) {
-      const int i = min(2 * (lane + 32 * j), D / 2 - 2);
-      found.first[j] = load_two(cos + i);
-      found.second[j] = load_two(sin + i);
-    }
-    return found;
-  }();
+                                                const Head<D>& angles, int lane) {
   if (norm != nullptr) {
     const Head<D> weight = load_head<D>(norm, lane);
     const float inverse = inverse_rms(head, eps);
