@@ -37,7 +37,7 @@ class CudaOps:
 
     stream_rows = 16
 
-    def __init__(self, device: int | None, stream: int) -> None:
+    def __init__(self, device: int | None, stream: int, portable: bool = False) -> None:
         self._cpu = _native.CpuOps(1)
 
     def embed(self, token_ids: Tensor, weight: Tensor, first_id: int, out: Tensor) -> None:

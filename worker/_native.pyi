@@ -197,8 +197,12 @@ class CudaOps:
     float32. Kinds and shapes are checked as CpuOps does; values are not read.
     """
 
-    def __init__(self, device: int, stream: int) -> None:
-        """`stream`: torch.cuda.Stream.cuda_stream."""
+    def __init__(self, device: int, stream: int, portable: bool = False) -> None:
+        """`stream`: torch.cuda.Stream.cuda_stream.
+
+        `portable`: with the kernels of every device from compute capability 8.0 on, where this one
+        has better ones too; attention and the sampler give the same bits.
+        """
 
     def embed(self, token_ids: Tensor, weight: Tensor, first_id: int, out: Tensor) -> None:
         """out [T, H] float32 = rows token_ids (int32 [T]) - first_id of weight; zeros outside."""

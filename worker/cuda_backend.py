@@ -54,8 +54,14 @@ class CudaBackend(_native.CudaOps):
     torch's operators run on the same stream when it is the calling thread's.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream, weight_dtype: str) -> None:
-        super().__init__(device.index, stream.cuda_stream)
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        weight_dtype: str,
+        portable: bool = False,
+    ) -> None:
+        super().__init__(device.index, stream.cuda_stream, portable)
         self.stream = stream
         self.device = device
         self.dtype = TORCH_DTYPES[weight_dtype]

@@ -255,19 +255,19 @@ void prefill_attention(CudaOps& ops, const Array& qkv, const Array& k_cache, con
   cuda::prefill_attention(params, ops.stream);
 }
 
-void make_ops(CudaOps* self, int device, uintptr_t stream) {
+void make_ops(CudaOps* self, int device, uintptr_t stream, bool portable) {
   if (device < 0 || device >= cuda_device_count()) {
     fail("CudaOps", "a device in [0, " + std::to_string(cuda_device_count()) + ")",
          std::to_string(device));
   }
-  new (self) CudaOps{device, reinterpret_cast<cuda::Stream>(stream)};
+  new (self) CudaOps{device, reinterpret_cast<cuda::Stream>(stream), portable};
 }
 
 }  // namespace
 
 void bind_cuda(nb::module_& module) {
   nb::class_<CudaOps> ops(module, "CudaOps");
-  ops.def("__init__", &make_ops, "device"_a, "stream"_a);
+  ops.def("__init__", &make_ops, "device"_a, "stream"_a, "portable"_a = false);
   ops.def("embed", &embed, "token_ids"_a, "weight"_a, "first_id"_a, "out"_a);
   ops.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a);
   ops.def("add_rms_norm", &add_rms_norm, "residual"_a, "delta"_a, "weight"_a, "eps"_a, "out"_a);

@@ -10,9 +10,10 @@ namespace slotwise::bindings {
 struct CudaOps {
   int device;
   cuda::Stream stream;
+  bool portable;
 
   // Makes the device the calling thread's.
-  void enter() const { cuda::use_device(device); }
+  void enter() const { cuda::use_device(device, portable); }
 };
 
 // The slot table and the sampler.

@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,26 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
-def cuda_ops() -> Any:
-    """The operators of the first GPU, on torch's current stream."""
+def gpu_ops() -> Callable[[str], Any]:
+    """The operators of the first GPU, on torch's current stream, with a kind of kernels.
+
+    best: this GPU's own where there are any; portable: those of every GPU.
+    """
     if not (_native.BUILT_WITH_CUDA and torch.cuda.is_available()):
         pytest.skip("needs an NVIDIA GPU and a build with SLOTWISE_CUDA=ON")
     torch.manual_seed(1234)
-    return _native.CudaOps(0, torch.cuda.current_stream().cuda_stream)
+    stream = torch.cuda.current_stream().cuda_stream
+    return lambda kernels: _native.CudaOps(0, stream, portable=kernels == "portable")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module names the kinds of kernels that all its tests run with."""
+    if "cuda_ops" in metafunc.fixturenames:
+        kinds = getattr(metafunc.module, "KERNELS", ("best",))
+        metafunc.parametrize("cuda_ops", kinds, indirect=True)
+
+
+@pytest.fixture
+def cuda_ops(request: pytest.FixtureRequest, gpu_ops: Callable[[str], Any]) -> Any:
+    """The operators with the kind of kernels that is the test's parameter."""
+    return gpu_ops(request.param)

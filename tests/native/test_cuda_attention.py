@@ -1,6 +1,7 @@
 """Decode attention and rope_append on the GPU: against float64, and the promise of equal bits."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 import reference
 
 pytestmark = pytest.mark.gpu
+KERNELS = ("best", "portable")
+MakeOps = Callable[[str], Any]
 
 # The relative error of a head: the output's rounding, and that of the weights.
 ERRORS = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 1e-5}
@@ -251,6 +254,22 @@ def test_the_bits_of_prefill(
     assert same_bits(case.decode(cuda_ops), torch.stack(rows))
     assert same_bits(case.keys, prefilled.keys)
     assert same_bits(case.values, prefilled.values)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 4), (1, 20)])
+def test_the_bits_of_every_gpu(
+    gpu_ops: MakeOps, head_dim: int, kv_heads: int, group: int, dtype: torch.dtype
+) -> None:
+    """Portable kernels and this GPU's own, in decode and in prefill."""
+    best, portable = gpu_ops("best"), gpu_ops("portable")
+    case = make_case(head_dim, kv_heads, group, [0, *LENGTHS], dtype)
+    other = case.copy()
+    assert same_bits(case.copy().decode(best), case.copy().decode(portable))
+    for slot in (3, 8, 12):
+        assert same_bits(case.prefill(best, slot), other.prefill(portable, slot))
+    assert same_bits(case.keys, other.keys)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

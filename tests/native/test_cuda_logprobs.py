@@ -9,6 +9,7 @@ from logprob_records import COUNTS, UNTOUCHED, assert_record, empty_records, har
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
+KERNELS = ("best", "portable")
 
 REAL_VOCAB = 151936
 NO_PART, CORRUPTED = -2, -1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
+KERNELS = ("best", "portable")
 
 SLOTS = 3
 SLOT = 1

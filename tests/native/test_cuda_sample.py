@@ -19,6 +19,7 @@ import reference
 from worker import _native
 
 pytestmark = pytest.mark.gpu
+KERNELS = ("best", "portable")
 
 REAL_VOCAB = 151936
 TIE = 1e-5

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from gpu_driver import DEVICE, VOCAB_SIZE, GpuDriver, in_company, needs_gpus, pr
 from worker_driver import by_slot, same_bits, sampling
 
 from checkpoints import make_checkpoint
+from worker import cuda_device
 from worker.batch import PrefillChunk, StepResult
+from worker.cuda_backend import CudaBackend
 
 pytestmark = [pytest.mark.gpu, needs_gpus()]
 
@@ -299,6 +302,20 @@ def test_other_limits(rig: Rig, limits: dict[str, int]) -> None:
         driver.watched = True
         tokens = in_company(driver, 9, last, PROMPT, NUM_NEW, SEEDED, (40, 41))
         assert_same(driver, 9, tokens, rig.alone["seeded"])
+
+
+# Kernels of other GPUs.
+
+
+def test_the_kernels_of_every_gpu_give_the_same_bits(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper: those that older GPUs and newer ones take, products by the library."""
+    monkeypatch.setattr(cuda_device, "CudaBackend", partial(CudaBackend, portable=True))
+    other = rig.make(num_slots=3, max_seq_len=MAX_LEN, max_step_tokens=256)
+    for mode, parameters in MODES.items():
+        tokens = other.generate(PROMPT, NUM_NEW, 1, cuts=(100,), **parameters)
+        assert_same(other, 1, tokens, rig.alone[mode])
 
 
 # What nobody may read, poisoned.

@@ -24,8 +24,9 @@ namespace cuda {
 
 using Stream = CUstream_st*;
 
-// Makes the device the calling thread's. Throws std::runtime_error.
-void use_device(int device);
+// Makes the device the calling thread's. `portable`: what this thread then puts on a stream takes
+// the kernels of every device from compute capability 8.0 on. Throws std::runtime_error.
+void use_device(int device, bool portable = false);
 
 // Attention keeps one state for each tile of positions, at absolute multiples of the tile's size,
 // and folds the states in the order of the positions: alike in prefill and decode.

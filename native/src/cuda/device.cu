@@ -1,4 +1,5 @@
 // The devices, and what launches need to know of them.
+#include <algorithm>
 #include <vector>
 
 #include "launch.cuh"
@@ -12,9 +13,11 @@ int cuda_device_count() {
 
 namespace cuda {
 
-void use_device(int device) { check(cudaSetDevice(device), "choosing a device"); }
+namespace {
 
-const DeviceInfo& device_info() {
+thread_local bool uses_portable = false;
+
+const std::vector<DeviceInfo>& infos() {
   static const std::vector<DeviceInfo> infos = [] {
     std::vector<DeviceInfo> found(static_cast<size_t>(cuda_device_count()));
     for (size_t i = 0; i < found.size(); ++i) {
@@ -31,9 +34,22 @@ const DeviceInfo& device_info() {
     }
     return found;
   }();
+  return infos;
+}
+
+}  // namespace
+
+void use_device(int device, bool portable) {
+  check(cudaSetDevice(device), "choosing a device");
+  uses_portable = portable;
+}
+
+DeviceInfo device_info() {
   int device = 0;
   check(cudaGetDevice(&device), "finding the current device");
-  return infos.at(static_cast<size_t>(device));
+  DeviceInfo info = infos().at(static_cast<size_t>(device));
+  if (uses_portable) info.major = std::min(info.major, 8);
+  return info;
 }
 
 }  // namespace cuda

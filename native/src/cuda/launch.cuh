@@ -51,8 +51,8 @@ struct DeviceInfo {
   size_t block_shared_bytes;  // at most, with allow_shared
 };
 
-// Of the current device.
-const DeviceInfo& device_info();
+// Of the current device; where the thread uses portable kernels, of one of compute capability 8.
+DeviceInfo device_info();
 
 struct Grid {
   dim3 blocks;
