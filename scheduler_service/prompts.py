@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from .chat_template import ChatTemplate, TypedText, control_pattern
@@ -38,15 +38,16 @@ class PromptReader:
         self._special = control_pattern(tokenizer.special_texts)
         self._one_big = asyncio.Semaphore(1)
 
-    async def prompt(self, source: Input, max_tokens: int) -> list[int]:
+    async def prompt(self, source: Input, max_tokens: int) -> Sequence[int]:
         """Prompt ids, at least one and at most max_tokens, all in the vocabulary.
 
         InvalidArgumentError names the field, the value and the limit.
         """
+        found: Sequence[int]
         match source:
-            case IdsInput(ids):
-                self.check_ids(ids, "token_ids.ids")
-                found, field = list(ids), "token_ids.ids"
+            case IdsInput(found):
+                field = "token_ids.ids"
+                self.check_ids(found, field)
             case TextInput(text, parse):
                 self._refuse_huge(text, max_tokens, "text")
                 found, field = await self.tokenize(text, parse), "text"
@@ -109,7 +110,7 @@ class PromptReader:
             lambda: self._tokenizer.decode(token_ids, keep_control_tokens=keep_control_tokens),
         )
 
-    def check_ids(self, ids: tuple[int, ...] | list[int], field: str) -> None:
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
         """InvalidArgumentError for the first id outside the vocabulary."""
         if ids and max(ids) >= self._vocab_size:
             place = next(i for i, token_id in enumerate(ids) if token_id >= self._vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import InvalidArgumentError
@@ -41,7 +42,7 @@ def check_call(call: GenerateCall, limits: ModelLimits) -> None:
 
 def make_request(
     call: GenerateCall,
-    prompt_token_ids: list[int],
+    prompt_token_ids: Sequence[int],
     limits: ModelLimits,
     arrival_ns: int,
     deadline_ns: int | None,
