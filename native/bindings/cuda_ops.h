@@ -10,7 +10,7 @@ namespace slotwise::bindings {
 struct CudaOps {
   int device;
   cuda::Stream stream;
-  bool portable;
+  bool portable = false;  // its kernels are those of every GPU
 
   // Makes the device the calling thread's.
   void enter() const { cuda::use_device(device, portable); }

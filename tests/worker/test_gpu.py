@@ -18,9 +18,7 @@ from gpu_driver import DEVICE, VOCAB_SIZE, GpuDriver, in_company, needs_gpus, pr
 from worker_driver import by_slot, same_bits, sampling
 
 from checkpoints import make_checkpoint
-from worker import cuda_device
 from worker.batch import PrefillChunk, StepResult
-from worker.cuda_backend import CudaBackend
 
 pytestmark = [pytest.mark.gpu, needs_gpus()]
 
@@ -311,6 +309,9 @@ def test_the_kernels_of_every_gpu_give_the_same_bits(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Hopper: those that older GPUs and newer ones take, products by the library."""
+    from worker import cuda_device  # a build without CUDA cannot
+    from worker.cuda_backend import CudaBackend
+
     monkeypatch.setattr(cuda_device, "CudaBackend", partial(CudaBackend, portable=True))
     other = rig.make(num_slots=3, max_seq_len=MAX_LEN, max_step_tokens=256)
     for mode, parameters in MODES.items():
