@@ -41,7 +41,7 @@ class PrefillChunk:
     slot: int
     generation: int
     start: int
-    token_ids: Sequence[int]
+    token_ids: tuple[int, ...]
     sample: bool
     setup: SlotSetup | None
 

@@ -10,12 +10,10 @@ import asyncio
 import gc
 import logging
 import threading
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import grpc
-import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -39,8 +37,6 @@ from worker.rank import Rank, RankInfo, RankSetup
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 0.25
-# Ids that are read one by one.
-_SHORT = 1024
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -265,19 +261,11 @@ def _row(row: worker_pb2.Row) -> Row:
             slot=row.slot,
             generation=row.generation,
             start=chunk.start,
-            token_ids=_token_ids(chunk.token_ids),
+            token_ids=tuple(chunk.token_ids[:]),
             sample=chunk.sample,
             setup=_slot_setup(chunk.setup) if chunk.HasField("setup") else None,
         )
     raise ProtocolError(f"the row of slot {row.slot} has neither prefill nor decode")
-
-
-def _token_ids(field: Sequence[int]) -> Sequence[int]:
-    # protobuf gives NumPy its memory (from 7.34), so that no integers are made. To begin with NumPy
-    # takes the time of a thousand of them.
-    if len(field) < _SHORT:
-        return tuple(field[:])
-    return array("I", np.asarray(field, np.uint32).tobytes())
 
 
 def _slot_setup(setup: worker_pb2.SlotSetup) -> SlotSetup:

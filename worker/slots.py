@@ -7,11 +7,7 @@ that does not fit them, before anything is touched.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from worker.batch import MAX_LOGPROBS, DecodeRow, PrefillChunk, SlotSetup, StepCommand
 from worker.errors import ProtocolError
@@ -84,7 +80,7 @@ def _check_chunk(
     slot = chunk.slot
     if not chunk.token_ids:
         raise ProtocolError(f"slot {slot}: a prefill chunk needs at least one token")
-    worst = _highest(chunk.token_ids)
+    worst = max(chunk.token_ids)
     if worst >= vocab_size:
         raise ProtocolError(f"slot {slot}: token id {worst} is not in [0, {vocab_size})")
     if chunk.setup is not None:
@@ -105,11 +101,6 @@ def _check_chunk(
     end = chunk.start + len(chunk.token_ids)
     if end + chunk.sample > max_len:
         raise ProtocolError(f"slot {slot}: {end + chunk.sample} tokens, max_len is {max_len}")
-
-
-def _highest(token_ids: Sequence[int]) -> int:
-    # `max` would make an integer of each item of an array.
-    return int(np.asarray(token_ids).max()) if isinstance(token_ids, array) else max(token_ids)
 
 
 def _check_generation(row: DecodeRow | PrefillChunk, record: SlotRecord) -> None:
