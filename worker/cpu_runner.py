@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from worker.batch import BatchBuffers, PrefillChunk, SlotSetup, TokenLogprobs
+from worker.batch import BatchBuffers, SlotSetup, TokenLogprobs
 from worker.cpu_backend import CpuBackend
 from worker.decoder import Decoder
 from worker.runner import CORRUPTED, Drawn, Outcome, StepWork
@@ -56,7 +56,7 @@ class CpuRunner:
             slots = [slot for slot in work.decode_slots if self._seats[slot].active]
             if not slots and not work.chunks:
                 break
-            steps.append(self._step(slots, work.chunks, logprobs))
+            steps.append(self._step(slots, work, logprobs))
         return Outcome(steps, time.perf_counter_ns() - started_ns, logprobs)
 
     def finish(self, started: Outcome) -> Outcome:
@@ -68,20 +68,17 @@ class CpuRunner:
         return []
 
     def _step(
-        self,
-        slots: list[int],
-        chunks: tuple[PrefillChunk, ...],
-        logprobs: dict[int, list[TokenLogprobs]],
+        self, slots: list[int], work: StepWork, logprobs: dict[int, list[TokenLogprobs]]
     ) -> list[Drawn]:
         """What was drawn; adds to `logprobs`."""
         seats = ((slot, self._seats[slot]) for slot in slots)
         decode = [(slot, seat.num_computed, seat.last_token) for slot, seat in seats]
-        logits = self.decoder.forward(self._buffers.fill(decode, list(chunks)))
+        logits = self.decoder.forward(self._buffers.fill(decode, list(work.chunks)))
         for slot in slots:
             self._seats[slot].num_computed += 1
-        for chunk in chunks:
+        for chunk in work.chunks:
             self._seats[chunk.slot].num_computed += len(chunk.token_ids)
-        sampled = slots + [chunk.slot for chunk in chunks if chunk.sample]
+        sampled = [*slots, *work.sampled_slots]
         if not sampled:
             return []
         drawn = self._draw(logits, sampled)

@@ -201,7 +201,7 @@ def test_the_thread_that_waits_is_told_its_gpu(
     command = StepCommand(1, 1, 1, (gpu.first_chunk(0, PROMPTS[0], sampling(20)),))
     assert pipeline.run(lambda: (gpu.executor, command)).result().rows[0].token_ids
     pipeline.shutdown()
-    assert threads == ["result"]
+    assert threads == ["result_0"]
 
 
 @pytest.mark.parametrize(("other_streams", "rows"), [(True, 8), (False, 128)])

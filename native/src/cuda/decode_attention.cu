@@ -26,8 +26,8 @@ class CopyDecoder : DecodeGroup<T, D> {
   using Base = DecodeGroup<T, D>;
   using Base::after, Base::append, Base::clear_idle_rows, Base::first_head, Base::first_item,
       Base::fold_row, Base::is_last, Base::key, Base::last, Base::mask, Base::num_heads,
-      Base::prefetch_constants, Base::put_max, Base::put_result, Base::put_weights, Base::qkv,
-      Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
+      Base::prefetch_constants, Base::prepare, Base::put_max, Base::put_result, Base::put_weights,
+      Base::qkv, Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
   using Base::cache_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
       Base::shared_, Base::warp_;
 
@@ -99,30 +99,12 @@ class CopyDecoder : DecodeGroup<T, D> {
     start_tile(values(), value(item, item.tile * kTile), cache_.v_position_stride, last(item));
   }
 
-  // The group's queries, and the new key and value in the tile that holds their position. Rows past
-  // the group's heads stay as they are: a row's results depend on no other row.
-  __device__ void prepare(const Item& item, bool new_group) {
-    const int queries = new_group ? num_heads(item) : 0;
-    const int all = queries + (last(item) < kTile ? (kTwoBuffers ? 2 : 1) : 0);
-    const auto source = [&](int task) {
-      const int head = task < queries ? first_head(item) + task
-                                      : q_heads_ + (task - queries) * kv_heads_ + item.kv_head;
-      return qkv(item, head);
-    };
-    if (warp_ >= all) return;
-    Head<D> coming = load_head<D>(source(warp_), lane_);
-    for (int task = warp_; task < all; task += kDecodeWarps) {
-      Head<D> head = coming;
-      if (task + kDecodeWarps < all) coming = load_head<D>(source(task + kDecodeWarps), lane_);
-      if (task < queries) {
-        rotate_head(head, in_.q_norm, item.position);
-        this->template store_row<RowTiles<D>>(head, shared_.queries, task);
-      } else if (task == queries) {
-        rotate_head(head, in_.k_norm, item.position);
-        append(head, keys(), key(item, item.position), item);
-      } else {
-        append(head, values(), value(item, item.position), item);
-      }
+  __device__ void put_new(Head<D>& head, int which, const Item& item) {
+    if (which == 0) {
+      rotate_head(head, in_.k_norm, item.position);
+      append(head, keys(), key(item, item.position), item);
+    } else {
+      append(head, values(), value(item, item.position), item);
     }
   }
 
@@ -138,7 +120,8 @@ class CopyDecoder : DecodeGroup<T, D> {
     // one item to the next, and run out of them.
     asm volatile("" : "+r"(warp_), "+r"(lane_));
     float scores[4][4];
-    prepare(item, new_group);
+    prepare(item, new_group, kTwoBuffers ? 2 : 1,
+            [&](Head<D>& head, int which) { put_new(head, which, item); });
     wait_for_copies<kTwoBuffers ? 1 : 0>();
     sync();
     score(scores, keys());

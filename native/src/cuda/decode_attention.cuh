@@ -233,6 +233,32 @@ class DecodeGroup {
     }
   }
 
+  // The group's queries where the group is new, and put_new(head, which) for the new key, which =
+  // 0, and value, 1, where the tile holds their position: the first `num_new` of these. Rows past
+  // the group's heads stay as they are: a row's results depend on no other row.
+  template <typename PutNew>
+  __device__ void prepare(const Item& item, bool new_group, int num_new, const PutNew& put_new) {
+    const int queries = new_group ? num_heads(item) : 0;
+    const int all = queries + (last(item) < kTile ? num_new : 0);
+    const auto source = [&](int task) {
+      const int head = task < queries ? first_head(item) + task
+                                      : q_heads_ + (task - queries) * kv_heads_ + item.kv_head;
+      return qkv(item, head);
+    };
+    if (warp_ >= all) return;
+    Head<D> coming = load_head<D>(source(warp_), lane_);
+    for (int task = warp_; task < all; task += kDecodeWarps) {
+      Head<D> head = coming;
+      if (task + kDecodeWarps < all) coming = load_head<D>(source(task + kDecodeWarps), lane_);
+      if (task < queries) {
+        rotate_head(head, in_.q_norm, item.position);
+        store_row<RowTiles<D>>(head, shared_.queries, task);
+      } else {
+        put_new(head, task - queries);
+      }
+    }
+  }
+
   __device__ void append(Head<D>& head, T* tile, T* in_cache, const Item& item) const {
     store_row<Tiles>(head, tile, last(item));
     if (item.pass == 0) store_head(head, in_cache, lane_);

@@ -58,8 +58,8 @@ class StreamDecoder : DecodeGroup<T, D, PanelTiles<D>> {
   using Base = DecodeGroup<T, D, Tiles>;
   using Base::after, Base::append, Base::clear_idle_rows, Base::first_head, Base::first_item,
       Base::fold_row, Base::is_last, Base::key, Base::last, Base::mask, Base::num_heads,
-      Base::prefetch_constants, Base::put_max, Base::put_result, Base::put_weights, Base::qkv,
-      Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
+      Base::prefetch_constants, Base::prepare, Base::put_max, Base::put_result, Base::put_weights,
+      Base::qkv, Base::rotate_head, Base::score, Base::sync, Base::value, Base::weigh;
   using Base::group_, Base::in_, Base::kChunks, Base::kv_heads_, Base::lane_, Base::q_heads_,
       Base::shared_, Base::warp_;
 
@@ -143,31 +143,6 @@ class StreamDecoder : DecodeGroup<T, D, PanelTiles<D>> {
     }
   }
 
-  // The group's queries, and the new key in the tile that holds its position. Rows past the group's
-  // heads stay as they are: a row's results depend on no other row.
-  __device__ void prepare(const Item& item, bool new_group, int step) {
-    const int queries = new_group ? num_heads(item) : 0;
-    const int all = queries + (last(item) < kTile ? 1 : 0);
-    const auto source = [&](int task) {
-      return qkv(item, task < queries ? first_head(item) + task : q_heads_ + item.kv_head);
-    };
-    if (warp_ >= all) return;
-    Head<D> coming = load_head<D>(source(warp_), lane_);
-    for (int task = warp_; task < all; task += kDecodeWarps) {
-      Head<D> head = coming;
-      if (task + kDecodeWarps < all) coming = load_head<D>(source(task + kDecodeWarps), lane_);
-      if (task < queries) {
-        rotate_head(head, in_.q_norm, item.position);
-        this->template store_row<RowTiles<D>>(head, shared_.queries, task);
-      } else {
-        rotate_head(head, in_.k_norm, item.position);
-        wait_full(step);
-        append(head, tile(step), key(item, item.position), item);
-        fence_stores();
-      }
-    }
-  }
-
   // Zeros behind the row's own position, and its value there: what was copied of these is older.
   __device__ void end_values(const Item& item, Head<D>& head, T* tile) const {
     constexpr int kRowChunks = D / 8;
@@ -191,7 +166,12 @@ class StreamDecoder : DecodeGroup<T, D, PanelTiles<D>> {
     if (is_end && warp_ == kDecodeWarps - 1) {
       new_value = load_head<D>(qkv(item, q_heads_ + kv_heads_ + item.kv_head), lane_);
     }
-    prepare(item, new_group, k_step);
+    prepare(item, new_group, 1, [&](Head<D>& new_key, int) {
+      rotate_head(new_key, in_.k_norm, item.position);
+      wait_full(k_step);
+      append(new_key, tile(k_step), key(item, item.position), item);
+      fence_stores();
+    });
     wait_full(k_step);
     sync();
     float scores[4][4];

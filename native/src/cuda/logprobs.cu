@@ -12,7 +12,6 @@
 namespace slotwise::cuda {
 namespace {
 
-constexpr int kTeamBlocks = kMaxTeam;
 constexpr int kWarps = kSampleThreads / 32;
 constexpr int kGroup = 8;                                   // threads
 constexpr uint64_t kLeastKey = uint64_t{0x007fffff} << 32;  // no token has a lesser one
@@ -280,11 +279,7 @@ void launch_logprobs(const SlotTable& table, const LogprobsParams& params, Strea
 }  // namespace
 
 void logprobs(const SlotTable& table, const LogprobsParams& params, Stream stream) {
-  if (device_info().major >= 9) {
-    launch_logprobs<kTeamBlocks>(table, params, stream);
-  } else {
-    launch_logprobs<1>(table, params, stream);
-  }
+  for_team([&](auto blocks) { launch_logprobs<blocks()>(table, params, stream); });
 }
 
 }  // namespace slotwise::cuda

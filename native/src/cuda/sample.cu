@@ -10,7 +10,6 @@ namespace {
 
 constexpr int32_t kCorrupted = -1;
 constexpr int32_t kNoPart = -2;
-constexpr int kTeamBlocks = kMaxTeam;
 
 // What a row needs of the table; copied to shared memory while its position is read.
 struct RowState {
@@ -141,11 +140,7 @@ void launch_sample(const SlotTable& table, const SampleParams& params, Stream st
 int64_t sample_workspace(int64_t, int64_t) { return sizeof(uint32_t); }
 
 void sample(const SlotTable& table, const SampleParams& params, Stream stream) {
-  if (device_info().major >= 9) {
-    launch_sample<kTeamBlocks>(table, params, stream);
-  } else {
-    launch_sample<1>(table, params, stream);
-  }
+  for_team([&](auto blocks) { launch_sample<blocks()>(table, params, stream); });
 }
 
 }  // namespace slotwise::cuda

@@ -24,7 +24,6 @@ constexpr float kLeastBinsPerUnit = kBinsPerUnit / 256.0f;
 constexpr float kWeightUnit = 17592186044416.0f;  // 2^44, the weight of the best token
 constexpr float kWeightless = -32.0f;             // z of tokens whose weight is 0
 constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr int kMaxTeam = 8;
 
 // In the initialisers of a template's members the host compiler does not know the intrinsic.
 __device__ __forceinline__ float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }

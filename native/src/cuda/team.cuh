@@ -4,8 +4,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
+
+#include "launch.cuh"
 
 namespace slotwise::cuda {
+
+constexpr int kMaxTeam = 8;  // blocks
 
 template <int kBlocks>
 struct Team {
@@ -48,5 +53,15 @@ struct Team {
     return object;
   }
 };
+
+// Calls with the blocks of a team on this device, an integral_constant.
+template <typename Call>
+void for_team(const Call& call) {
+  if (device_info().major >= 9) {
+    call(std::integral_constant<int, kMaxTeam>{});
+  } else {
+    call(std::integral_constant<int, 1>{});
+  }
+}
 
 }  // namespace slotwise::cuda
