@@ -36,6 +36,7 @@ class CudaOps:
     """See worker/_native.pyi."""
 
     stream_rows = 16
+    tiled_rows = 512
 
     def __init__(self, device: int | None, stream: int, portable: bool = False) -> None:
         self._cpu = _native.CpuOps(1)
@@ -65,8 +66,12 @@ class CudaOps:
         streams = weight.dtype != torch.float32 and weight.shape[0] % 8 == 0
         return streams and num_rows <= self.stream_rows
 
+    def linear_fills(self, num_rows: int, weight: Tensor) -> bool:
+        return weight.dtype != torch.float32 and num_rows >= self.tiled_rows
+
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
-        assert x.shape[0] <= self.stream_rows
+        tiled = x.shape[0] >= self.tiled_rows and out.dtype == x.dtype
+        assert x.shape[0] <= self.stream_rows or tiled
         product = x.float() @ weight.float().t()
         if gated:
             self.silu_mul(product.to(x.dtype), out)

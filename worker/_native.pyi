@@ -224,10 +224,13 @@ class CudaOps:
     def linear_supported(self, num_rows: int, weight: Tensor) -> bool:
         """Whether `linear` takes this size on this GPU."""
 
-    def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
-        """out [T, N] = x [T, K] @ weight.T, at most 16 rows, added up along K in order.
+    def linear_fills(self, num_rows: int, weight: Tensor) -> bool:
+        """Whether it does, and so many rows, more than 16, keep nearly all of the GPU busy."""
 
-        out float32: not rounded. gated: rows 2 i and 2 i + 1 of weight are gate and up,
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
+        """out [T, N] = x [T, K] @ weight.T, added up along K in order.
+
+        out float32: not rounded, at most 16 rows. gated: rows 2 i and 2 i + 1 of weight are gate and up,
         out [T, N / 2] is silu_mul of the rounded product.
         """
 

@@ -1,8 +1,8 @@
 """An NVIDIA GPU as the decoder sees it; the twin of cpu_backend.py.
 
-Products of up to 16 rows go to a kernel that streams the weights at the speed of the memory; more
-rows go to cuBLASLt with split-K off. Both add up along K in order, so a row has the same bits from
-either (docs/adr/0010). float32 exists to be compared with: its products run in blocks of a fixed
+Products of up to 16 rows go to a kernel that streams the weights at the speed of the memory, those
+of many rows to one by tiles where these fill the GPU, and the rest to cuBLASLt with split-K off. All
+add up along K in order, so a row has the same bits from any (docs/adr/0010). float32 exists to be compared with: its products run in blocks of a fixed
 number of rows.
 """
 
@@ -124,7 +124,8 @@ class CudaBackend(_native.CudaOps):
     ) -> None:
         """out [T, N] = x [T, K] @ weight.T + bias; T as num_rows gives it. out may be float32."""
         rows = x.shape[0]
-        if weight.streams and rows <= STREAM_ROWS:
+        streams = weight.streams and rows <= STREAM_ROWS
+        if streams or (out.dtype == self.dtype and self.linear_fills(rows, weight.matrix)):
             super().linear(x, weight.matrix, out)
         elif self.dtype == torch.float32:
             for begin in range(0, rows, BLOCK_ROWS):
@@ -139,7 +140,9 @@ class CudaBackend(_native.CudaOps):
 
     def gated_linear(self, x: Tensor, weight: DeviceWeight, gate_up: Tensor, out: Tensor) -> None:
         """out [T, I] = silu(gate) * up of the product with a weight of pack_gate_up."""
-        if weight.streams and weight.bias is None and x.shape[0] <= STREAM_ROWS:
+        rows = x.shape[0]
+        streams = weight.streams and rows <= STREAM_ROWS
+        if weight.bias is None and (streams or self.linear_fills(rows, weight.matrix)):
             super().linear(x, weight.matrix, out, gated=True)
         else:
             self.linear(x, weight, gate_up)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Case:
     """One measurement. `num_bytes`: what must be moved at least; `flops` of the tensor cores.
 
-    `own` is None where torch's operator is the one in use. `peers`: torch's, by name.
+    `own` is None where torch's operators are the ones in use. `peers`: torch's, by name.
     """
 
     shape: str
@@ -151,13 +151,23 @@ class Bench:
         return Case(f"{rows} x [{n}, {k}]", moved, 2 * rows * n * k, own, peers)
 
     def _product(self, name: str, rows: int, n: int, k: int) -> Case:
-        """The product of a chunk, by torch."""
+        """The product of a chunk, with SiLU behind it where the layer has that."""
+        gated = name == "gate_up"
         weights = _sets(n * k * self._item, lambda: self._random(n, k))
-        x, out = self._random(rows, k), self._empty(rows, n)
-        peers = {"mm": [partial(torch.mm, x, weight.T, out=out) for weight in weights]}
-        moved = (n * k + rows * k + rows * n) * self._item
-        shape = f"{rows} x [{n}, {k}]"
-        return Case(shape, moved, 2 * rows * n * k, None, peers)
+        x, product = self._random(rows, k), self._empty(rows, n)
+        out = self._empty(rows, n // 2) if gated else product
+        own = None
+        if self.ops.linear_fills(rows, weights[0]):
+            own = [partial(self.ops.linear, x, weight, out, gated) for weight in weights]
+
+        def library(weight: Tensor) -> None:
+            torch.mm(x, weight.T, out=product)
+            if gated:
+                self.ops.silu_mul(product, out)
+
+        peers = {"mm, silu_mul" if gated else "mm": [partial(library, w) for w in weights]}
+        moved = (n * k + rows * k) * self._item + out.nbytes
+        return Case(f"{rows} x [{n}, {k}]", moved, 2 * rows * n * k, own, peers)
 
     def _rope(self, rows: int) -> Case:
         config = self.config

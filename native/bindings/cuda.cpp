@@ -106,6 +106,13 @@ bool linear_supported(CudaOps& ops, int64_t num_rows, const Array& weight_array)
   return cuda::linear_supported(num_rows, weight.shape(0), weight.shape(1), weight.dtype());
 }
 
+bool linear_fills(CudaOps& ops, int64_t num_rows, const Array& weight_array) {
+  const ConstRows weight("linear_fills", "weight", weight_array);
+  const int64_t n = weight.shape(0), k = weight.shape(1);
+  ops.enter();
+  return cuda::linear_supported(num_rows, n, k, weight.dtype()) && cuda::linear_fills(num_rows, n);
+}
+
 void linear(CudaOps& ops, const Array& x_array, const Array& weight_array, const Array& out_array,
             bool gated) {
   const char* op = "linear";
@@ -118,6 +125,10 @@ void linear(CudaOps& ops, const Array& x_array, const Array& weight_array, const
   const bool float32_out = out.dtype() == DType::kFloat32;
   if (!float32_out) common_dtype(op, "x", x, "out", out);
   if (gated && float32_out) fail(op, "out of the inputs' type when gated", "float32");
+  if (rows > cuda::kStreamedRows) {
+    if (float32_out) fail(op, "at most 16 rows where out is float32", std::to_string(rows));
+    check_vectors(op, "out", out);
+  }
   ops.enter();
   if (!cuda::linear_supported(rows, n, k, dtype)) {
     fail(op, "a size that linear_supported",
@@ -274,6 +285,7 @@ void bind_cuda(nb::module_& module) {
   ops.def("silu_mul", &silu_mul, "gate_up"_a, "out"_a);
   ops.def("add_bias", &add_bias, "x"_a, "bias"_a);
   ops.def("linear_supported", &linear_supported, "num_rows"_a, "weight"_a);
+  ops.def("linear_fills", &linear_fills, "num_rows"_a, "weight"_a);
   ops.def("linear", &linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false);
   ops.def("decode_attention", &decode_attention, "qkv"_a, "q_norm"_a.none(), "k_norm"_a.none(),
           "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "positions"_a, "scale"_a, "states"_a,

@@ -1,4 +1,4 @@
-"""The matrix product of decode on the GPU: the bits of the library's product without split-K."""
+"""The matrix products on the GPU: the bits of the library's product without split-K."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,16 @@ from worker import _native
 pytestmark = pytest.mark.gpu
 
 ROW_COUNTS = [1, 2, 3, 7, 8, 9, 16]
+# By tiles of 128 rows, two at a time: one, a few, uneven ones, and more than all SMs take at once.
+MANY = [17, 129, 511, 768, 2049]
 # [N, K] of Qwen3 8B, 0.6B and 8B on two GPUs; then sizes that are cut unevenly.
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 SHAPES += [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
 SHAPES += [(3072, 4096), (4096, 2048), (12288, 4096), (4096, 6144)]
 SHAPES += [(8, 64), (24, 576), (1000, 64), (1000, 576), (1064, 704), (27000, 640), (76000, 192)]
+# Columns that suit one, two or no tiles of 256; the gated ones of the models; long and short K.
+TILED_SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (12288, 4096)]
+TILED_SHAPES += [(6144, 1024), (1024, 3072), (16, 64), (272, 128), (1072, 576), (27008, 640)]
 HEADS = [(151936, 4096), (151936, 1024), (1000, 576)]
 DTYPES = [torch.bfloat16, torch.float16]
 GUARD = 64  # columns after out's, of NaN
@@ -46,11 +51,15 @@ def library(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> 
     """x [T, K] @ weight [N, K].T, computed with rows and columns that suit the library."""
     rows, n = len(x), len(weight)
     wide = max(256, -(-n // 128) * 128)
-    x = torch.cat([x, x.new_zeros(128 - rows, x.shape[1])])
+    x = torch.cat([x, x.new_zeros(-rows % 128, x.shape[1])])
     if wide != n:
         weight = torch.cat([weight, weight.new_zeros(wide - n, weight.shape[1])])
     y = x @ weight.T if out_dtype is None else torch.mm(x, weight.T, out_dtype=out_dtype)
     return y[:rows, :n]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.int16), right.contiguous().view(torch.int16))
 
 
 def run(
@@ -85,6 +94,36 @@ def test_product_has_the_bits_of_the_library(
     for rows in ROW_COUNTS:
         assert torch.equal(run(cuda_ops, x[:rows], weight), wanted[:rows]), rows
         assert torch.equal(run(cuda_ops, x[-rows:], weight), wanted[-rows:]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", TILED_SHAPES)
+def test_tiles_have_the_bits_of_the_library(
+    cuda_ops: Any, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    n, k = shape
+    weight = random(n, k, dtype=dtype, scale=4 * k**-0.5)
+    x = random(max(MANY), k, dtype=dtype)
+    x[3] = -0.0
+    wanted = library(x, weight)
+    gated = torch.empty(len(x), n // 2, dtype=dtype, device="cuda")
+    cuda_ops.silu_mul(wanted.contiguous(), gated)
+    for rows in MANY:
+        assert same_bits(run(cuda_ops, x[:rows], weight), wanted[:rows]), rows
+        assert same_bits(run(cuda_ops, x[-rows:], weight), wanted[-rows:]), rows
+        assert same_bits(run(cuda_ops, x[:rows], weight, gated=True), gated[:rows]), rows
+
+
+def test_tiles_do_not_see_their_neighbours(cuda_ops: Any) -> None:
+    weight = random(1072, 576, dtype=torch.bfloat16, scale=576**-0.5)
+    x = random(600, 576, dtype=torch.bfloat16)
+    wanted = run(cuda_ops, x, weight)
+    for kept in (0, 63, 64, 127, 128, 599):
+        mixed = torch.full_like(x, torch.nan)
+        mixed[kept] = x[kept]
+        got = run(cuda_ops, mixed, weight)
+        assert torch.equal(got[kept], wanted[kept]), kept
+        assert got.isnan().any(1).sum() == len(x) - 1
 
 
 @pytest.mark.parametrize("shape", HEADS)
@@ -137,10 +176,10 @@ def test_row_does_not_see_its_neighbours(cuda_ops: Any, shape: tuple[int, int]) 
 
 @pytest.mark.parametrize("gap", [8, 72])
 def test_rows_may_lie_apart(cuda_ops: Any, gap: int) -> None:
-    n, k = 1000, 576
+    n, k = 1008, 576
     weight = torch.full((n, k + gap), torch.nan, dtype=torch.bfloat16, device="cuda")
     weight[:, :k] = random(n, k, dtype=torch.bfloat16)
-    for rows in (3, 12):
+    for rows in (3, 12, 300):
         x = torch.full((rows, k + gap), torch.nan, dtype=torch.bfloat16, device="cuda")
         x[:, :k] = random(rows, k, dtype=torch.bfloat16)
         wanted = library(x[:, :k].contiguous(), weight[:, :k].contiguous())
@@ -154,14 +193,18 @@ def test_weight_may_start_inside_another(cuda_ops: Any) -> None:
     assert torch.equal(run(cuda_ops, x, weight[1001:2009]), whole[:, 1001:2009])
 
 
-def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any) -> None:
+@pytest.mark.parametrize("by_tiles", [False, True])
+def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any, by_tiles: bool) -> None:
     """Each product reads what the one before it wrote, and writes what the next but one reads."""
+    rows = 600 if by_tiles else 8
     widths = [1024, 3072, 1024, 4096, 1024, 1024, 24576, 1024] * 6
     weights = [
         random(n, k, dtype=torch.bfloat16, scale=k**-0.5)
         for k, n in zip([1024, *widths[:-1]], widths, strict=True)
     ]
-    buffers = [torch.empty(8, max(widths), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    buffers = [
+        torch.empty(rows, max(widths), dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    ]
 
     def chain(ops: Any, *, apart: bool) -> Tensor:
         x = buffers[0][:, :1024]
@@ -177,7 +220,7 @@ def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any) -> None:
     with torch.cuda.graph(graph):
         last = chain(_native.CudaOps(0, torch.cuda.current_stream().cuda_stream), apart=False)
     for _ in range(5):
-        start = random(8, 1024, dtype=torch.bfloat16)
+        start = random(rows, 1024, dtype=torch.bfloat16)
         buffers[0].fill_(torch.nan)[:, :1024] = start
         wanted = chain(cuda_ops, apart=True).clone()
         assert not wanted.isnan().any()
@@ -191,9 +234,28 @@ def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any) -> None:
 def test_sizes_it_does_not_take(cuda_ops: Any) -> None:
     weight = random(64, 128, dtype=torch.bfloat16)
     assert cuda_ops.linear_supported(16, weight)
-    assert not cuda_ops.linear_supported(17, weight)
+    assert cuda_ops.linear_supported(17, weight)
     assert not cuda_ops.linear_supported(1, weight[:12])
+    assert cuda_ops.linear_supported(1, weight[:24])
+    assert not cuda_ops.linear_supported(17, weight[:24])
     assert not cuda_ops.linear_supported(1, weight[:, :96])
     assert not cuda_ops.linear_supported(1, weight.float())
+    x = random(17, 128, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="linear_supported"):
-        run(cuda_ops, random(17, 128, dtype=torch.bfloat16), weight)
+        run(cuda_ops, x, weight[:24])
+    with pytest.raises(ValueError, match="at most 16 rows where out is float32, got 17"):
+        run(cuda_ops, x, weight, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="out with rows at multiples of 16 bytes"):
+        cuda_ops.linear(x, weight, torch.empty(17, 68, dtype=x.dtype, device="cuda")[:, 2:66])
+
+
+def test_tiles_are_used_where_they_fill_the_device(cuda_ops: Any) -> None:
+    wide = torch.empty(24576, 64, dtype=torch.bfloat16, device="cuda")
+    assert [cuda_ops.linear_fills(rows, wide) for rows in (17, 128, 512, 2024, 8192)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert not cuda_ops.linear_fills(512, wide.float())

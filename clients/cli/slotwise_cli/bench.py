@@ -16,7 +16,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from slotwise_client import Client, ModelInfo, ServerInfo
+from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .bench_files import JsonFileOption, PlotOption, check_files, write_json_file
 from .bench_kernels import kernels
@@ -125,22 +125,31 @@ def _check_peer(peer: str | None) -> None:
 
 
 def _measure_server(address: str, plan: Plan, report: Report) -> Served:
-    """Rounds go round the concurrencies, so that slow drift of the machine meets all alike."""
     with Client(address) as client:
         model, info = client.model_info(timeout=60), client.server_info(timeout=60)
+    levels = asyncio.run(_measure_levels(address, plan, model, report))
+    return Served(model, info, levels)
+
+
+async def _measure_levels(
+    address: str, plan: Plan, model: ModelInfo, report: Report
+) -> tuple[Level, ...]:
+    """Rounds go round the concurrencies, so that slow drift of the machine meets all alike.
+
+    One client sends them all: a service keeps its channel too.
+    """
     runs: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
     firsts: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
-    for count in (1, max(plan.concurrency)):
-        warm_up = plan.work.prompts(model, count, seed=0)
-        asyncio.run(run_once(address, warm_up, 2))
-    for repeat in range(plan.repeats):
-        for count in plan.concurrency:
-            report(f"{count} at once, round {repeat + 1} of {plan.repeats}", 0, 0)
-            prompts = plan.work.prompts(model, count, seed=1000 * (repeat + 1) + count)
-            runs[count].append(asyncio.run(run_once(address, prompts, plan.work.new_tokens)))
-            firsts[count].append(asyncio.run(run_once(address, prompts, 1)))
-    levels = (Level.of(count, runs[count], firsts[count]) for count in plan.concurrency)
-    return Served(model, info, tuple(levels))
+    async with AsyncClient(address) as client:
+        for count in (1, max(plan.concurrency)):
+            await run_once(client, plan.work.prompts(model, count, seed=0), 2)
+        for repeat in range(plan.repeats):
+            for count in plan.concurrency:
+                report(f"{count} at once, round {repeat + 1} of {plan.repeats}", 0, 0)
+                prompts = plan.work.prompts(model, count, seed=1000 * (repeat + 1) + count)
+                runs[count].append(await run_once(client, prompts, plan.work.new_tokens))
+                firsts[count].append(await run_once(client, prompts, 1))
+    return tuple(Level.of(count, runs[count], firsts[count]) for count in plan.concurrency)
 
 
 def _summary(served: Served, plan: Plan, limit: MemoryLimit | None) -> dict[str, Any]:

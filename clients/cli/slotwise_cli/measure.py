@@ -81,17 +81,16 @@ class Run:
         return sum(count for at, count in arrivals if at > begin) / (end - begin)
 
 
-async def run_once(address: str, prompts: Prompts, new_tokens: int) -> Run:
+async def run_once(client: AsyncClient, prompts: Prompts, new_tokens: int) -> Run:
     """Send all prompts at once and wait for all answers.
 
     `prefill_share` is the part of the workers' step time in steps that held a prefill chunk; it is
     that of the server, so nothing else should run there.
     """
-    async with AsyncClient(address) as client:
-        before = await client.load(timeout=60)
-        requests = (_follow(client, prompt, new_tokens) for prompt in prompts)
-        timelines = await asyncio.gather(*requests)
-        after = await client.load(timeout=60)
+    before = await client.load(timeout=60)
+    requests = (_follow(client, prompt, new_tokens) for prompt in prompts)
+    timelines = await asyncio.gather(*requests)
+    after = await client.load(timeout=60)
     prefill = after.prefill_step_ns - before.prefill_step_ns
     decode = after.decode_step_ns - before.decode_step_ns
     return Run(tuple(timelines), prefill / max(prefill + decode, 1))

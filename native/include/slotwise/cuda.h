@@ -33,7 +33,7 @@ void use_device(int device, bool portable = false);
 constexpr int kAttentionTile = 128;
 
 // The most rows of the matrix product that streams the weights; more rows go to a library.
-constexpr int kMaxLinearRows = 16;
+constexpr int kStreamedRows = 16;
 
 // out[t] = weight[token_ids[t] - first_id], zeros for an id outside [0, N).
 struct EmbedParams {
@@ -85,7 +85,7 @@ void add_bias(const BiasParams& params, Stream stream);
 // out[t, n] = sum over k of x[t, k] * weight[n, k], added up along k in steps of 16 in order, in
 // float32, and rounded once; the same bits as a library's product without split-K. 16-bit types.
 struct LinearParams {
-  const void* x;  // [T, K], x[t * x_stride + k], T <= kMaxLinearRows
+  const void* x;  // [T, K], x[t * x_stride + k]
   int64_t x_stride;
   int64_t num_rows;    // T
   const void* weight;  // [N, K], weight[n * weight_stride + k]
@@ -100,8 +100,10 @@ struct LinearParams {
   bool gated;
 };
 // Whether `linear` takes this size on this device: compute capability 9.x (Hopper), 16-bit types,
-// N a multiple of 8, K of 64, T <= kMaxLinearRows.
+// N a multiple of 8, K of 64. More than kStreamedRows: N of 16, 16-bit outputs.
 bool linear_supported(int64_t num_rows, int64_t n, int64_t k, DType dtype);
+// Whether the tiles of so many rows, more than kStreamedRows, keep nearly all of the device busy.
+bool linear_fills(int64_t num_rows, int64_t n);
 void linear(const LinearParams& params, Stream stream);
 
 // What both phases of attention are given. Q is the first H_q D columns of qkv, then K, then V.

@@ -112,6 +112,18 @@ __device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, 
       : "memory");
 }
 
+// The box at (row, slab) to the same place in every block of the cluster that is in `blocks`, a
+// bit each, where it counts for the barrier at the same place.
+__device__ __forceinline__ void copy_box_to_cluster(uint32_t target, const CUtensorMap& map,
+                                                    int row, int slab, uint32_t barrier,
+                                                    uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(&map), "r"(0), "r"(row), "r"(slab), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // ---- Shared memory, also of the other blocks of a cluster ---------------------------------------
 
 __device__ __forceinline__ int panel_offset(int row, int chunk) {
@@ -121,6 +133,22 @@ __device__ __forceinline__ int panel_offset(int row, int chunk) {
 __device__ __forceinline__ void store_shared(uint32_t to, const uint4& x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
                "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
+// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
 
@@ -151,6 +179,18 @@ __device__ __forceinline__ float2 load_cluster2(uint32_t address) {
                : "r"(address)
                : "memory");
   return x;
+}
+
+// At the barrier in the same place of the cluster's block `rank`. Orders no ordinary stores for
+// that block: a release to the cluster waits for all memory of the device.
+__device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cluster(barrier, rank))
+               : "memory");
+}
+
+// For barriers that were initialised and fenced; orders no other stores.
+__device__ __forceinline__ void arrive_cluster_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 
 __device__ __forceinline__ void arrive_cluster() {
@@ -249,36 +289,57 @@ __device__ __forceinline__ void multiply(float (&c)[8], uint64_t a, uint64_t b) 
   }
 }
 
-// d[64 x 128] = a[64 x 16] b[128 x 16]^T, + d where `add`; rows of both along K.
-#define SLOTWISE_WGMMA_128(TYPE)                                                                  \
-  asm volatile(                                                                                   \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, "                                                        \
-      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                    \
-      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                  \
-      "%24, %25, %26, %27, %28, %29, %30, %31, "                                                  \
-      "%32, %33, %34, %35, %36, %37, %38, %39, "                                                  \
-      "%40, %41, %42, %43, %44, %45, %46, %47, "                                                  \
-      "%48, %49, %50, %51, %52, %53, %54, %55, "                                                  \
-      "%56, %57, %58, %59, %60, %61, %62, %63}, "                                                 \
-      "%64, %65, p, 1, 1, 0, 0;\n}"                                                               \
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), \
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), \
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), \
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), \
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), \
-        "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), \
-        "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]),               \
-        "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]),           \
-        "+f"(d[11][2]), "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]),           \
-        "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]),           \
-        "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]),           \
-        "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])                                            \
+// Registers as operands, d[n] and what follows.
+#define SLOTWISE_R4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define SLOTWISE_R16(n) SLOTWISE_R4(n), SLOTWISE_R4(n + 1), SLOTWISE_R4(n + 2), SLOTWISE_R4(n + 3)
+#define SLOTWISE_R32(n) SLOTWISE_R16(n), SLOTWISE_R16(n + 4)
+#define SLOTWISE_NAMES_0                     \
+  "%0, %1, %2, %3, %4, %5, %6, %7, "         \
+  "%8, %9, %10, %11, %12, %13, %14, %15, "   \
+  "%16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define SLOTWISE_NAMES_32                      \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, " \
+  "%40, %41, %42, %43, %44, %45, %46, %47, "   \
+  "%48, %49, %50, %51, %52, %53, %54, %55, "   \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
+#define SLOTWISE_NAMES_64                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, " \
+  "%72, %73, %74, %75, %76, %77, %78, %79, "   \
+  "%80, %81, %82, %83, %84, %85, %86, %87, "   \
+  "%88, %89, %90, %91, %92, %93, %94, %95"
+#define SLOTWISE_NAMES_96                            \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, "   \
+  "%104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, " \
+  "%120, %121, %122, %123, %124, %125, %126, %127"
+
+// d[64 x N] = a[64 x 16] b[N x 16]^T, + d where `add`; rows of both along K.
+#define SLOTWISE_WGMMA_128(TYPE)                                               \
+  asm volatile(                                                                \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                             \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE             \
+      " {" SLOTWISE_NAMES_0 SLOTWISE_NAMES_32 "}, %64, %65, p, 1, 1, 0, 0;\n}" \
+      : SLOTWISE_R32(0), SLOTWISE_R32(8)                                       \
+      : "l"(a), "l"(b), "r"(add))
+#define SLOTWISE_WGMMA_192(TYPE)                                                                 \
+  asm volatile(                                                                                  \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                               \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE                               \
+      " {" SLOTWISE_NAMES_0 SLOTWISE_NAMES_32 SLOTWISE_NAMES_64 "}, %96, %97, p, 1, 1, 0, 0;\n}" \
+      : SLOTWISE_R32(0), SLOTWISE_R32(8), SLOTWISE_R32(16)                                       \
+      : "l"(a), "l"(b), "r"(add))
+#define SLOTWISE_WGMMA_256(TYPE)                                                  \
+  asm volatile(                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                               \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE                \
+      " {" SLOTWISE_NAMES_0 SLOTWISE_NAMES_32 SLOTWISE_NAMES_64 SLOTWISE_NAMES_96 \
+      "}, %128, %129, p, 1, 1, 0, 0;\n}"                                          \
+      : SLOTWISE_R32(0), SLOTWISE_R32(8), SLOTWISE_R32(16), SLOTWISE_R32(24)      \
       : "l"(a), "l"(b), "r"(add))
 
 template <typename T>
-__device__ __forceinline__ void multiply_128(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
+__device__ __forceinline__ void multiply_rows(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
   if constexpr (std::is_same_v<T, __half>) {
     SLOTWISE_WGMMA_128("f16");
   } else {
@@ -286,22 +347,31 @@ __device__ __forceinline__ void multiply_128(float (&d)[16][4], uint64_t a, uint
   }
 }
 
+template <typename T>
+__device__ __forceinline__ void multiply_rows(float (&d)[24][4], uint64_t a, uint64_t b, int add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLOTWISE_WGMMA_192("f16");
+  } else {
+    SLOTWISE_WGMMA_192("bf16");
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_rows(float (&d)[32][4], uint64_t a, uint64_t b, int add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    SLOTWISE_WGMMA_256("f16");
+  } else {
+    SLOTWISE_WGMMA_256("bf16");
+  }
+}
+
 // d[64 x 64] = a[64 x 16] b[16 x 64], + d where `add`; a in registers, rows of b along N.
-#define SLOTWISE_WGMMA_64(TYPE)                                                                   \
-  asm volatile(                                                                                   \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                 \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, "                                                        \
-      "%8, %9, %10, %11, %12, %13, %14, %15, "                                                    \
-      "%16, %17, %18, %19, %20, %21, %22, %23, "                                                  \
-      "%24, %25, %26, %27, %28, %29, %30, %31}, "                                                 \
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"                                                 \
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), \
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), \
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), \
-        "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), \
-        "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), \
-        "+f"(d[7][2]), "+f"(d[7][3])                                                              \
+#define SLOTWISE_WGMMA_64(TYPE)                                                         \
+  asm volatile(                                                                         \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                      \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" SLOTWISE_NAMES_0 \
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"                                    \
+      : SLOTWISE_R32(0)                                                                 \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 
 template <typename T>
@@ -316,8 +386,17 @@ __device__ __forceinline__ void multiply_64(float (&d)[8][4], const uint32_t (&a
 
 #undef SLOTWISE_WGMMA_8
 #undef SLOTWISE_WGMMA_16
-#undef SLOTWISE_WGMMA_128
 #undef SLOTWISE_WGMMA_64
+#undef SLOTWISE_WGMMA_128
+#undef SLOTWISE_WGMMA_192
+#undef SLOTWISE_WGMMA_256
+#undef SLOTWISE_NAMES_0
+#undef SLOTWISE_NAMES_32
+#undef SLOTWISE_NAMES_64
+#undef SLOTWISE_NAMES_96
+#undef SLOTWISE_R4
+#undef SLOTWISE_R16
+#undef SLOTWISE_R32
 
 template <int kCount>
 __device__ __forceinline__ void fewer_registers() {

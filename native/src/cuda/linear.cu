@@ -12,6 +12,7 @@
 
 #include "hopper.cuh"
 #include "launch.cuh"
+#include "prefill_linear.cuh"
 #include "silu.cuh"
 #include "tensor_map.cuh"
 
@@ -351,8 +352,9 @@ void run_plan(const LinearParams& params, const Plan& plan, Stream stream) {
 }  // namespace
 
 bool linear_supported(int64_t num_rows, int64_t n, int64_t k, DType dtype) {
-  return device_info().major == 9 && dtype != DType::kFloat32 && num_rows <= kMaxLinearRows &&
-         n > 0 && n % 8 == 0 && k > 0 && k % kSlab == 0;
+  const int64_t outputs = num_rows <= kStreamedRows ? 8 : 16;  // of a row that are stored at once
+  return device_info().major == 9 && dtype != DType::kFloat32 && n > 0 && n % outputs == 0 &&
+         k > 0 && k % kSlab == 0;
 }
 
 void linear(const LinearParams& params, Stream stream) {
@@ -360,6 +362,7 @@ void linear(const LinearParams& params, Stream stream) {
     throw std::invalid_argument("linear: not a size, type or device it supports");
   }
   if (params.num_rows == 0) return;
+  if (params.num_rows > kStreamedRows) return prefill_linear(params, stream);
   const Plan plan = make_plan(params.num_rows, params.n, params.k, device_info().num_sms);
   run_plan(params, plan, stream);
 }

@@ -8,6 +8,7 @@
 
 #include "attention_math.cuh"
 #include "launch.cuh"
+#include "vectors.cuh"
 
 namespace slotwise::cuda {
 
@@ -83,19 +84,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // A tile's largest score and sum of weights, of the lane's two rows; and their running totals.

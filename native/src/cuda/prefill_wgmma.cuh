@@ -80,9 +80,9 @@ __device__ __forceinline__ void begin_scores(float (&s)[kEights][4], uint32_t q,
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const int panel = step / 4, offset = step % 4 * 32;
-    multiply_128<T>(s, matrix_descriptor(q + panel * q_panel_bytes + offset),
-                    matrix_descriptor(k + panel * TileLayout<kDim>::kPanelBytes + offset),
-                    step > 0);
+    multiply_rows<T>(s, matrix_descriptor(q + panel * q_panel_bytes + offset),
+                     matrix_descriptor(k + panel * TileLayout<kDim>::kPanelBytes + offset),
+                     step > 0);
   }
   end_group();
 }

@@ -27,6 +27,20 @@ __device__ __forceinline__ T round_to(float x) {
   }
 }
 
+// Two values, rounded, as they lie in memory.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // The values [0, count) of `from`, zeros after them.
 template <bool kAligned, typename T>
 __device__ __forceinline__ void load8(const T* from, int64_t count, float (&to)[kVector]) {

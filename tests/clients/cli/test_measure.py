@@ -4,7 +4,7 @@ import pytest
 from clients.scripted_server import WORDS
 
 from slotwise_cli.measure import Level, Run, Spread, Timeline, Work, percentile, run_once
-from slotwise_client import ModelInfo, Sampling
+from slotwise_client import AsyncClient, ModelInfo, Sampling
 
 
 def timeline(sent: float, *arrivals: tuple[float, int]) -> Timeline:
@@ -96,7 +96,8 @@ def test_prompts_are_of_the_length_distinct_and_repeatable():
 
 
 async def test_a_round_asks_for_fixed_work_of_each_prompt(served):
-    run = await run_once(served.address, [[3, 4], [5, 6]], new_tokens=5)
+    async with AsyncClient(served.address) as client:
+        run = await run_once(client, [[3, 4], [5, 6]], new_tokens=5)
     assert [timeline.num_tokens for timeline in run.timelines] == [len(WORDS)] * 2
     sent = [r for r in served.script.requests if r.DESCRIPTOR.name == "GenerateRequest"]
     assert sorted(list(request.token_ids.ids) for request in sent) == [[3, 4], [5, 6]]
