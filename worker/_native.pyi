@@ -230,8 +230,8 @@ class CudaOps:
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
         """out [T, N] = x [T, K] @ weight.T, added up along K in order.
 
-        out float32: not rounded, at most 16 rows. gated: rows 2 i and 2 i + 1 of weight are gate and up,
-        out [T, N / 2] is silu_mul of the rounded product.
+        out float32: not rounded, at most 16 rows. gated: rows 2 i and 2 i + 1 of weight are gate
+        and up, out [T, N / 2] is silu_mul of the rounded product.
         """
 
     def decode_attention(

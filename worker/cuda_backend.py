@@ -1,9 +1,9 @@
 """An NVIDIA GPU as the decoder sees it; the twin of cpu_backend.py.
 
 Products of up to 16 rows go to a kernel that streams the weights at the speed of the memory, those
-of many rows to one by tiles where these fill the GPU, and the rest to cuBLASLt with split-K off. All
-add up along K in order, so a row has the same bits from any (docs/adr/0010). float32 exists to be compared with: its products run in blocks of a fixed
-number of rows.
+of many rows to one by tiles where these fill the GPU, the rest to cuBLASLt with split-K off. All
+add up along K in order, so a row has the same bits from any (docs/adr/0010). float32 exists to be
+compared with: its products run in blocks of a fixed number of rows.
 """
 
 from __future__ import annotations

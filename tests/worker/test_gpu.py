@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.gpu, needs_gpus()]
 
 NUM_SLOTS = 8
 MAX_LEN = 1536
-# family, type, shape. The weights of "library" do not suit the kernel that streams weights.
+# family, type, shape. The weights of "library" do not suit the kernel that streams weights; those of
+# "tiles" are so wide that the prompt's rows fill the device with tiles.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-bfloat16": (
         "qwen3",
@@ -68,6 +69,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
             "head_dim": 96,
+        },
+    ),
+    "tiles-bfloat16": (
+        "qwen3",
+        "bfloat16",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 12288,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
         },
     ),
     "qwen3-float32": (
@@ -286,7 +298,7 @@ def test_prompts_of_border_lengths(driver: GpuDriver) -> None:
     ids=["16 rows", "17 rows", "20 slots"],
 )
 def test_other_limits(rig: Rig, limits: dict[str, int]) -> None:
-    """More than 16 rows are multiplied by the library: of the prompt, of decode steps, of both."""
+    """More than 16 rows go to other kernels: of the prompt, of decode steps, of both."""
     driver = rig.make(max_seq_len=320, **limits)
     most, last = limits["max_step_tokens"], limits["num_slots"] - 1
     cuts = tuple(range(most, len(PROMPT), most))
@@ -310,13 +322,23 @@ def test_the_kernels_of_every_gpu_give_the_same_bits(
 ) -> None:
     """On Hopper: those that older GPUs and newer ones take, products by the library."""
     from worker import cuda_device  # a build without CUDA cannot
-    from worker.cuda_backend import CudaBackend
 
-    monkeypatch.setattr(cuda_device, "CudaBackend", partial(CudaBackend, portable=True))
+    class PortableBackend(cuda_device.CudaBackend):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, portable=True)
+
+    monkeypatch.setattr(cuda_device, "CudaBackend", PortableBackend)
     other = rig.make(num_slots=3, max_seq_len=MAX_LEN, max_step_tokens=256)
     for mode, parameters in MODES.items():
         tokens = other.generate(PROMPT, NUM_NEW, 1, cuts=(100,), **parameters)
         assert_same(other, 1, tokens, rig.alone[mode])
+
+
+def test_the_prompt_is_multiplied_by_tiles_where_it_should(rig: Rig) -> None:
+    ops, layer = rig.driver.decoder.ops, rig.driver.decoder.weights.layers[0]
+    wide = rig.folder.name.startswith("tiles")
+    for weight in (layer.qkv, layer.gate_up):
+        assert ops.linear_fills(ops.num_rows(len(PROMPT)), weight.matrix) == wide
 
 
 # What nobody may read, poisoned.
