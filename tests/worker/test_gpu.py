@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ pytestmark = [pytest.mark.gpu, needs_gpus()]
 
 NUM_SLOTS = 8
 MAX_LEN = 1536
-# family, type, shape. The weights of "library" do not suit the kernel that streams weights; those of
-# "tiles" are so wide that the prompt's rows fill the device with tiles.
+# family, type, shape. The weights of "library" do not suit the kernel that streams weights. Those
+# of "tiles" are so wide that the prompt's rows fill the device with tiles.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-bfloat16": (
         "qwen3",
