@@ -20,8 +20,10 @@ SHAPES += [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
 SHAPES += [(3072, 4096), (4096, 2048), (12288, 4096), (4096, 6144)]
 SHAPES += [(8, 64), (24, 576), (1000, 64), (1000, 576), (1064, 704), (27000, 640), (76000, 192)]
 # Columns that suit one, two or no tiles of 256; the gated ones of the models; long and short K.
+# 20,000 are several tiles a block of each width; with K = 64 they come faster than they are stored.
 TILED_SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (12288, 4096)]
 TILED_SHAPES += [(6144, 1024), (1024, 3072), (16, 64), (272, 128), (1072, 576), (27008, 640)]
+TILED_SHAPES += [(20000, 64), (20000, 576)]
 HEADS = [(151936, 4096), (151936, 1024), (1000, 576)]
 DTYPES = [torch.bfloat16, torch.float16]
 GUARD = 64  # columns after out's, of NaN
@@ -186,6 +188,25 @@ def test_rows_may_lie_apart(cuda_ops: Any, gap: int) -> None:
         assert torch.equal(run(cuda_ops, x[:, :k], weight[:, :k]), wanted)
 
 
+def test_row_alone_may_have_any_stride(cuda_ops: Any) -> None:
+    weight = random(1008, 576, dtype=torch.bfloat16)
+    x = random(2, 577, dtype=torch.bfloat16)[:1, :576]
+    assert torch.equal(run(cuda_ops, x, weight), library(x, weight))
+
+
+def test_tiles_reach_beyond_2_31_values(cuda_ops: Any) -> None:
+    rows, n, k = 300, 1008, 576
+    wide = torch.empty(rows, 1 << 23, dtype=torch.bfloat16, device="cuda")  # 5 GB, hardly touched
+    weight = random(n, k, dtype=torch.bfloat16)
+    x, out = wide[:, :k], wide[:, k : k + n]
+    x.copy_(random(rows, k, dtype=torch.bfloat16))
+    cuda_ops.linear(x, weight, out)
+    equal = torch.equal(out, library(x.contiguous(), weight))
+    del wide, x, out
+    torch.cuda.empty_cache()
+    assert equal
+
+
 def test_weight_may_start_inside_another(cuda_ops: Any) -> None:
     weight = random(3000, 1024, dtype=torch.bfloat16)
     x = random(5, 1024, dtype=torch.bfloat16)
@@ -241,6 +262,7 @@ def test_sizes_it_does_not_take(cuda_ops: Any) -> None:
     assert not cuda_ops.linear_supported(1, weight[:, :96])
     assert not cuda_ops.linear_supported(1, weight.float())
     x = random(17, 128, dtype=torch.bfloat16)
+    assert run(cuda_ops, x[:0], weight).shape == (0, 64)
     with pytest.raises(ValueError, match="linear_supported"):
         run(cuda_ops, x, weight[:24])
     with pytest.raises(ValueError, match="at most 16 rows where out is float32, got 17"):
@@ -259,3 +281,6 @@ def test_tiles_are_used_where_they_fill_the_device(cuda_ops: Any) -> None:
         True,
     ]
     assert not cuda_ops.linear_fills(512, wide.float())
+    portable = _native.CudaOps(0, torch.cuda.current_stream().cuda_stream, portable=True)
+    assert not portable.linear_fills(8192, wide)
+    assert not portable.linear_supported(8192, wide)

@@ -314,7 +314,8 @@ CUtensorMap map_matrix(const void* data, int64_t rows, int64_t k, int64_t stride
                        int box_rows, int slabs) {
   const cuuint64_t sizes[] = {kSlab, static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(k / kSlab)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride * 2), kRowBytes};
+  // A row alone may have any stride; maps take multiples of 16 bytes.
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>((rows > 1 ? stride : k) * 2), kRowBytes};
   const cuuint32_t box[] = {kSlab, static_cast<cuuint32_t>(box_rows),
                             static_cast<cuuint32_t>(slabs)};
   return map_tensor("linear", data, dtype, sizes, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);

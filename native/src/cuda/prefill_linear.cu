@@ -28,11 +28,8 @@ constexpr int kGroupTokens = 64;
 constexpr int kTokens = kGroups * kGroupTokens;  // of a tile
 constexpr int kCluster = 2;
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
-constexpr int kWriters = 3 * 32;
 constexpr int kAlignment = 1024;
 constexpr int kSharedBytes = 227 * 1024;
-// Pairs of token tiles that are walked before the next weight rows, so that both stay in L2.
-constexpr int kBand = 8;
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -72,6 +69,10 @@ struct Args {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kWriters = 3 * 32;
+// Pairs of token tiles that are walked before the next weight rows, so that both stay in L2.
+constexpr int kBand = 8;
 
 // A place in the ring and the parity of its barriers' phase.
 template <int kStages>
@@ -303,6 +304,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       write_tiles<T, kColumns, kGated>(args, shared);
     }
   }
+#else
+  __trap();  // linear_supported says no
 #endif
 }
 
