@@ -32,6 +32,7 @@ if(slotwise_use_cuda)
     src/cuda/logprobs.cu
     src/cuda/prefill_attention.cu
     src/cuda/prefill_attention_wgmma.cu
+    src/cuda/prefill_linear.cu
     src/cuda/rope_append.cu
     src/cuda/sample.cu
     src/cuda/slot_table.cu)

@@ -118,6 +118,11 @@ def test_the_public_proto_never_imports_the_internal_one():
     assert not [line for line in public if line.startswith("import") and "worker" in line]
 
 
+def test_every_cuda_source_is_built():
+    named = set(re.findall(r"src/cuda/(\w+\.cu)\b", (ROOT / "native/cuda.cmake").read_text()))
+    assert named == {path.name for path in (ROOT / "native/src/cuda").glob("*.cu")}
+
+
 def test_every_kernel_launch_names_its_stream():
     for path in (ROOT / "native").rglob("*.cu*"):
         for launch in re.findall(r"<<<(.*?)>>>", path.read_text(), re.S):

@@ -32,7 +32,7 @@ void use_device(int device, bool portable = false);
 // and folds the states in the order of the positions: alike in prefill and decode.
 constexpr int kAttentionTile = 128;
 
-// The most rows of the matrix product that streams the weights; more rows go to a library.
+// The most rows of the matrix product that streams the weights; more go by tiles or to a library.
 constexpr int kStreamedRows = 16;
 
 // out[t] = weight[token_ids[t] - first_id], zeros for an id outside [0, N).

@@ -188,6 +188,8 @@ __global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
     more_registers<240>();
     consume<T, kDim>(ring, args, num_tiles, block_row, kv_head, group);
   }
+#else
+  __trap();  // prefill_attention_wgmma_supported says no
 #endif
 }
 

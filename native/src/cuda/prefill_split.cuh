@@ -218,6 +218,8 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
     store_quad<T, kDim>(args, kv_head, block_row + share_row, item % Layout::kRowQuads, totals[i]);
   }
   wait_cluster();
+#else
+  __trap();  // prefill_attention_wgmma_supported says no
 #endif
 }
 
