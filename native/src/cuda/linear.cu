@@ -12,15 +12,12 @@
 
 #include "hopper.cuh"
 #include "launch.cuh"
-#include "prefill_linear.cuh"
+#include "linear.cuh"
 #include "silu.cuh"
-#include "tensor_map.cuh"
 
 namespace slotwise::cuda {
 namespace {
 
-constexpr int kSlab = 64;       // K of a slab; its rows are as wide as the swizzle, 128 bytes
-constexpr int kRowBytes = 128;  // of a slab
 constexpr int kWgmmaRows = 64;  // weight rows an instruction multiplies
 constexpr int kMinRows = 16;    // of a tile
 constexpr int kMaxGroups = 3;   // warpgroups that multiply, 64 rows each
@@ -29,8 +26,6 @@ constexpr int kMaxStages = 32;
 constexpr int kBarrierBytes = 16;  // of a stage: full and empty
 constexpr int kSharedBudget = 108 * 1024;
 constexpr int kStepBytes = 8 * 1024;  // of weights, at least, where K is long enough
-
-int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // How a product is cut: from N, K and the device alone, but for the ring's depth.
 struct Plan {
@@ -309,18 +304,6 @@ __global__ void __launch_bounds__(kMaxGroups* kGroupThreads + 32)
 #endif
 }
 
-// [rows, K] as [K / 64, rows, 64] in boxes of [slabs, box_rows, 64]; zeros outside.
-CUtensorMap map_matrix(const void* data, int64_t rows, int64_t k, int64_t stride, DType dtype,
-                       int box_rows, int slabs) {
-  const cuuint64_t sizes[] = {kSlab, static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(k / kSlab)};
-  // A row alone may have any stride; maps take multiples of 16 bytes.
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>((rows > 1 ? stride : k) * 2), kRowBytes};
-  const cuuint32_t box[] = {kSlab, static_cast<cuuint32_t>(box_rows),
-                            static_cast<cuuint32_t>(slabs)};
-  return map_tensor("linear", data, dtype, sizes, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
-}
-
 using Kernel = void(const CUtensorMap, const CUtensorMap, const Args);
 
 Kernel* kernel_of(DType dtype, int tokens) {
@@ -331,10 +314,11 @@ Kernel* kernel_of(DType dtype, int tokens) {
 }
 
 void run_plan(const LinearParams& params, const Plan& plan, Stream stream) {
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const CUtensorMap weight_map = map_matrix(params.weight, params.n, params.k, params.weight_stride,
-                                            params.dtype, plan.rows, plan.slabs);
+                                            params.dtype, plan.rows, plan.slabs, kPromotion);
   const CUtensorMap x_map = map_matrix(params.x, params.num_rows, params.k, params.x_stride,
-                                       params.dtype, plan.tokens, plan.slabs);
+                                       params.dtype, plan.tokens, plan.slabs, kPromotion);
   const Args args{plan,
                   static_cast<int>(params.num_rows),
                   static_cast<int>(params.n),

@@ -12,16 +12,13 @@
 #include "dispatch.cuh"
 #include "hopper.cuh"
 #include "launch.cuh"
-#include "prefill_linear.cuh"
+#include "linear.cuh"
 #include "silu.cuh"
-#include "tensor_map.cuh"
 #include "vectors.cuh"
 
 namespace slotwise::cuda {
 namespace {
 
-constexpr int kSlab = 64;  // of K; a slab's rows are as wide as the swizzle, 128 bytes
-constexpr int kRowBytes = 128;
 constexpr int kGroups = 2;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupTokens = 64;
@@ -30,8 +27,6 @@ constexpr int kCluster = 2;
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
 constexpr int kAlignment = 1024;
 constexpr int kSharedBytes = 227 * 1024;
-
-int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // A block's shared memory: the ring, the rounded outputs, and barriers for both.
 template <int kColumns>
@@ -309,22 +304,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// [rows, K] as [K / 64, rows, 64] in boxes of [box_rows, 64]; zeros outside.
-CUtensorMap map_matrix(const void* data, int64_t rows, int64_t k, int64_t stride, DType dtype,
-                       int box_rows) {
-  const cuuint64_t sizes[] = {kSlab, static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(k / kSlab)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride * 2), kRowBytes};
-  const cuuint32_t box[] = {kSlab, static_cast<cuuint32_t>(box_rows), 1};
-  return map_tensor("linear", data, dtype, sizes, strides, box, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-}
-
 template <typename T, int kColumns, bool kGated>
 void run_tiles(const LinearParams& p, Stream stream) {
   using L = Layout<kColumns>;
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   const CUtensorMap weight_map =
-      map_matrix(p.weight, p.n, p.k, p.weight_stride, p.dtype, kColumns / kCluster);
-  const CUtensorMap x_map = map_matrix(p.x, p.num_rows, p.k, p.x_stride, p.dtype, kTokens);
+      map_matrix(p.weight, p.n, p.k, p.weight_stride, p.dtype, kColumns / kCluster, 1, kPromotion);
+  const CUtensorMap x_map =
+      map_matrix(p.x, p.num_rows, p.k, p.x_stride, p.dtype, kTokens, 1, kPromotion);
   const Args args{static_cast<int>(p.num_rows),
                   static_cast<int>(p.n),
                   static_cast<int>(p.k / kSlab),
