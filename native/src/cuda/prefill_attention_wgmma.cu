@@ -32,23 +32,10 @@ struct Ring {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A place in the ring and the parity of its barriers' phase.
-struct Place {
-  int stage = 0;
-  int parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 template <int kDim>
 __device__ __forceinline__ void produce(const Ring<kDim>& ring, const TileMaps& maps, int num_tiles,
                                         int kv_head) {
-  Place place;
+  Place<kStages> place;
   for (int step = 0; step < 2 * num_tiles; ++step, place.next()) {
     barrier_wait(ring.empty(place.stage), place.parity ^ 1);
     copy_tile<kDim>(ring.tile(place.stage), step % 2 == 0 ? maps.k : maps.v, step / 2, kv_head,
@@ -94,7 +81,7 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
     if (tile_start + kAttentionTile - 1 > first) mask_scores(s, rows, tile_start);
   };
 
-  Place keys, values;
+  Place<kStages> keys, values;
   values.next();
   barrier_wait(ring.full(keys.stage), keys.parity);
   begin_multiplying();

@@ -69,20 +69,6 @@ constexpr int kWriters = 3 * 32;
 // Pairs of token tiles that are walked before the next weight rows, so that both stay in L2.
 constexpr int kBand = 8;
 
-// A place in the ring and the parity of its barriers' phase.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // A cluster's tiles, one after the other.
 struct Walk {
   const Args& args;
