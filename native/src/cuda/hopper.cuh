@@ -262,6 +262,14 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
   }
 }
 
+// The instruction for elements of type T.
+#define SLOTWISE_BY_TYPE(WGMMA)              \
+  if constexpr (std::is_same_v<T, __half>) { \
+    WGMMA("f16");                            \
+  } else {                                   \
+    WGMMA("bf16");                           \
+  }
+
 // c += a * b: 64 rows of a, 8 or 16 of b, 16 of K.
 #define SLOTWISE_WGMMA_8(TYPE)                                   \
   asm volatile(                                                  \
@@ -287,20 +295,12 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
 
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[4], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    SLOTWISE_WGMMA_8("f16");
-  } else {
-    SLOTWISE_WGMMA_8("bf16");
-  }
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_8);
 }
 
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[8], uint64_t a, uint64_t b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    SLOTWISE_WGMMA_16("f16");
-  } else {
-    SLOTWISE_WGMMA_16("bf16");
-  }
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_16);
 }
 
 // Registers as operands, d[n] and what follows.
@@ -354,29 +354,17 @@ __device__ __forceinline__ void multiply(float (&c)[8], uint64_t a, uint64_t b) 
 
 template <typename T>
 __device__ __forceinline__ void multiply_rows(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
-  if constexpr (std::is_same_v<T, __half>) {
-    SLOTWISE_WGMMA_128("f16");
-  } else {
-    SLOTWISE_WGMMA_128("bf16");
-  }
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_128);
 }
 
 template <typename T>
 __device__ __forceinline__ void multiply_rows(float (&d)[24][4], uint64_t a, uint64_t b, int add) {
-  if constexpr (std::is_same_v<T, __half>) {
-    SLOTWISE_WGMMA_192("f16");
-  } else {
-    SLOTWISE_WGMMA_192("bf16");
-  }
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_192);
 }
 
 template <typename T>
 __device__ __forceinline__ void multiply_rows(float (&d)[32][4], uint64_t a, uint64_t b, int add) {
-  if constexpr (std::is_same_v<T, __half>) {
-    SLOTWISE_WGMMA_256("f16");
-  } else {
-    SLOTWISE_WGMMA_256("bf16");
-  }
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_256);
 }
 
 // d[64 x 64] = a[64 x 16] b[16 x 64], + d where `add`; a in registers, rows of b along N.
@@ -391,13 +379,10 @@ __device__ __forceinline__ void multiply_rows(float (&d)[32][4], uint64_t a, uin
 template <typename T>
 __device__ __forceinline__ void multiply_64(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
                                             int add) {
-  if constexpr (std::is_same_v<T, __half>) {
-    SLOTWISE_WGMMA_64("f16");
-  } else {
-    SLOTWISE_WGMMA_64("bf16");
-  }
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_64);
 }
 
+#undef SLOTWISE_BY_TYPE
 #undef SLOTWISE_WGMMA_8
 #undef SLOTWISE_WGMMA_16
 #undef SLOTWISE_WGMMA_64
