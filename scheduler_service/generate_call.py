@@ -21,10 +21,33 @@ class IdsInput:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """arguments_json: a JSON object, or "" for an empty one."""
+
+    id: str
+    name: str
+    arguments_json: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
+    """What is None, or empty, renders as absent."""
+
     role: str
-    # None renders as absent.
     content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters_json: a JSON Schema object, or "" for none."""
+
+    name: str
+    description: str | None = None
+    parameters_json: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +57,20 @@ class ChatInput:
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
     template_kwargs_json: str = ""
+    tools: tuple[Tool, ...] = ()
 
 
 Input = TextInput | IdsInput | ChatInput
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintSpec:
+    """What the output must be. `kind` is the field's name in GenerateRequest: "json_schema",
+    "json_object" (source ""), "regex", "grammar", or "choice" (its texts in `choices`)."""
+
+    kind: str
+    source: str = ""
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +90,18 @@ class GenerateCall:
     ignore_eos: bool = False
     include_stop_in_output: bool = False
     omit_text: bool = False
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    # (token id, bias) pairs, ids ascending.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: ConstraintSpec | None = None
+    n: int | None = None
+    cache_salt: str | None = None
+    parse_output: bool = False
 
     @property
     def is_chat(self) -> bool:

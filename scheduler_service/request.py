@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+
+# Between the id of a call and the index of one of its further answers; no public id holds it.
+_CHOICE_MARK = "\x1f"
+
+
+def choice_id(call_id: str, index: int) -> str:
+    """The request_id of answer `index` to a call."""
+    return f"{call_id}{_CHOICE_MARK}{index}" if index else call_id
 
 
 class FinishReason(enum.Enum):
@@ -27,7 +38,8 @@ class RequestState(enum.Enum):
 class Sampling:
     """Sampling of one request, with every default filled in.
 
-    temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 are off; seed is 64 bits, unsigned.
+    temperature 0 is greedy; top_p 1, top_k 0, min_p 0, the first two penalties 0 and
+    repetition_penalty 1 are off; seed is 64 bits, unsigned. logit_bias: (token id, bias) pairs.
     """
 
     temperature: float
@@ -35,6 +47,38 @@ class Sampling:
     top_k: int
     min_p: float
     seed: int
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class TokenLogprobs(NamedTuple):
+    """Of a token and of the best ones at its place; `rank` counts from 1. Values may be -inf."""
+
+    logprob: float
+    rank: int
+    best_token_ids: tuple[int, ...]
+    best_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which tokens may follow: bit id % 8 of byte id / 8. None: no token can.
+
+    `is_complete`: the output may end here; without `allowed` it does, else the request fails.
+    """
+
+    allowed: bytes | None
+    is_complete: bool
+
+
+class Constraint(Protocol):
+    """What an output must be. Calls take up to milliseconds, one at a time, in any thread."""
+
+    def advance(self, token_ids: Sequence[int]) -> Mask:
+        """These tokens were sampled next; what may follow them. Tokens of the first call may be
+        none."""
 
 
 @dataclass(slots=True)
@@ -50,13 +94,35 @@ class Request:
     arrival_ns: int
     # On the clock of arrival_ns; None: no deadline.
     deadline_ns: int | None = None
+    # End ids cannot be sampled in the first so many tokens.
+    min_new_tokens: int = 0
+    # How many alternatives come with each token's logprob; None: no logprobs.
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    # Prefixes are shared among requests of equal salt only.
+    cache_salt: str = ""
+    constraint: Constraint | None = None
+    # What may come first; given with `constraint`.
+    first_mask: Mask | None = None
 
     state: RequestState = RequestState.WAITING
     slot: int = -1
+    # Of the prompt, found in the prefix cache when it was first placed.
+    num_cached_tokens: int = 0
     generated_token_ids: list[int] = field(default_factory=list)
     admitted_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
+
+    @property
+    def call_id(self) -> str:
+        """The public id, which all answers to a call share."""
+        return self.request_id.partition(_CHOICE_MARK)[0]
+
+    @property
+    def choice_index(self) -> int:
+        """Which answer to the call this is, from 0."""
+        return int(self.request_id.partition(_CHOICE_MARK)[2] or 0)
 
     @property
     def max_len(self) -> int:
@@ -66,16 +132,32 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """New tokens of a request; first_index counts generated tokens from 0."""
+    """New tokens of a request; first_index counts generated tokens from 0.
+
+    `logprobs`: one for each token where the request wants them, else none.
+    """
 
     request_id: str
     first_index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsEvent:
+    """Logprobs of the prompt's tokens from first_index (at least 1) on; before any TokenEvent."""
+
+    request_id: str
+    first_index: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The last event of a request. `message` explains DEADLINE and ERROR."""
+    """The last event of a request. `message` explains DEADLINE and ERROR.
+
+    `num_cached_tokens`: of the prompt, not computed but found in the prefix cache.
+    """
 
     request_id: str
     reason: FinishReason
@@ -87,11 +169,12 @@ class FinishedEvent:
     time_to_first_token_ns: int
     matched_token_id: int | None = None
     message: str = ""
-    # Status of an ERROR: "INTERNAL" or "UNAVAILABLE".
+    # Status of an ERROR: "INTERNAL", "UNAVAILABLE" or "FAILED_PRECONDITION".
     status: str = ""
+    num_cached_tokens: int = 0
 
 
-Event = TokenEvent | FinishedEvent
+Event = TokenEvent | PromptLogprobsEvent | FinishedEvent
 
 
 def finished_event(
@@ -121,6 +204,7 @@ def finished_event(
         matched_token_id=matched_token_id,
         message=message,
         status=status,
+        num_cached_tokens=request.num_cached_tokens,
     )
 
 

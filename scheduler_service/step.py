@@ -10,10 +10,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LogitAdjustment:
+    """What is done to a slot's logits before they are sampled from; see worker.proto.
+
+    `biases`: (token id, bias) pairs.
+    """
+
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    prompt_token_ids: tuple[int, ...]
+    generated_token_ids: tuple[int, ...]
+    biases: tuple[tuple[int, float], ...]
+    min_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first `length` positions are those of `source_slot`, which may be the slot itself."""
+
+    source_slot: int
+    source_generation: int
+    length: int
+
 
 @dataclass(frozen=True, slots=True)
 class SlotSetup:
-    """What a slot needs until it is taken again. The slot stops by itself at max_len tokens."""
+    """What a slot needs until it is taken again. The slot stops by itself at max_len tokens.
+
+    `num_logprobs`, `num_prompt_logprobs`: how many alternatives; None: no logprobs.
+    """
 
     temperature: float
     top_p: float
@@ -22,11 +52,19 @@ class SlotSetup:
     seed: int
     end_token_ids: tuple[int, ...]
     max_len: int
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    decode_row: int = 0
+    masked: bool = False
+    adjustment: LogitAdjustment | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Known tokens [start, start + len(token_ids)) of a slot; `setup` on the first chunk only."""
+    """Known tokens [start, start + len(token_ids)) of a slot; `setup` on the first chunk only.
+
+    `allowed_tokens`: bits of the tokens that may be sampled, b"" for all.
+    """
 
     slot: int
     generation: int
@@ -34,13 +72,20 @@ class PrefillChunk:
     token_ids: tuple[int, ...]
     sample: bool
     setup: SlotSetup | None
+    prefix: Prefix | None = None
+    next_token_id: int | None = None
+    allowed_tokens: bytes = b""
 
 
 class DecodeRow(NamedTuple):
-    """Decode from the slot's last sampled token, which stays in the worker."""
+    """Decode from the slot's last sampled token, which stays in the worker.
+
+    With `allowed_tokens` one token is sampled, whatever the command's num_steps.
+    """
 
     slot: int
     generation: int
+    allowed_tokens: bytes = b""
 
 
 Row = PrefillChunk | DecodeRow
@@ -57,12 +102,18 @@ class StepCommand:
 
 
 class RowResult(NamedTuple):
-    """Tokens sampled for one row of the command; `corrupted`: the logits held no usable value."""
+    """Tokens sampled for one row of the command; `corrupted`: the logits held no usable value.
+
+    `logprobs` of each token where they were asked for; `prompt_logprobs` of the chunk's tokens from
+    position start + 1 on, the one after the chunk included.
+    """
 
     slot: int
     generation: int
     token_ids: tuple[int, ...]
     corrupted: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,38 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
+class LogitAdjustment:
+    """What is done to a slot's logits before they are sampled from: LogitAdjustment of worker.proto.
+
+    `biases`: (token id, bias) pairs.
+    """
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    prompt_token_ids: tuple[int, ...] = ()
+    generated_token_ids: tuple[int, ...] = ()
+    biases: tuple[tuple[int, float], ...] = ()
+    min_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first `length` positions are those of `source_slot`, which may be the slot itself."""
+
+    source_slot: int
+    source_generation: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSetup:
     """How a slot samples and when it stops, until it is taken again.
 
     `num_logprobs`: best tokens that come with their logprobs beside each sampled one, up to
-    MAX_LOGPROBS; 0: the sampled token's logprob alone; -1: none.
+    MAX_LOGPROBS; 0: the sampled token's logprob alone; -1: none. `num_prompt_logprobs` alike, for
+    the tokens of the prompt. `decode_row`: the slot's row among those that decode. `masked`: each
+    row that samples brings the tokens that it may sample.
     """
 
     temperature: float
@@ -32,11 +59,19 @@ class SlotSetup:
     end_token_ids: tuple[int, ...]
     max_len: int
     num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    decode_row: int = 0
+    masked: bool = False
+    adjustment: LogitAdjustment | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens at positions [start, start + len(token_ids))."""
+    """Prompt tokens at positions [start, start + len(token_ids)).
+
+    `prefix` only beside `setup`. `next_token_id`: the token after the chunk, -1 where none is
+    given. `allowed_tokens`: see Row of worker.proto; b"" for none.
+    """
 
     slot: int
     generation: int
@@ -44,14 +79,18 @@ class PrefillChunk:
     token_ids: tuple[int, ...]
     sample: bool
     setup: SlotSetup | None
+    prefix: Prefix | None = None
+    next_token_id: int = -1
+    allowed_tokens: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One token from the slot's last sampled token."""
+    """A token a step from the slot's last sampled token; with `allowed_tokens` one token in all."""
 
     slot: int
     generation: int
+    allowed_tokens: bytes = b""
 
 
 Row = PrefillChunk | DecodeRow
@@ -71,7 +110,7 @@ class StepCommand:
 class TokenLogprobs:
     """Log-softmax of a row's logits as they are: of the sampled token, and of the best ones.
 
-    `rank`: the sampled token's place among all, from 1, in the order of `best_token_ids`: logit
+    `rank`: that token's place among all, from 1, in the order of `best_token_ids`: logit
     descending, ties by id ascending.
     """
 
@@ -83,13 +122,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row of the command gave; `logprobs` of each token where the slot wants them."""
+    """What a row of the command gave; `logprobs` of each token where the slot wants them.
+
+    `prompt_logprobs` of the chunk's tokens that follow another, the one after the chunk included.
+    """
 
     slot: int
     generation: int
     token_ids: tuple[int, ...]
     corrupted: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
