@@ -6,6 +6,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from worker.batch import (
     DecodeRow,
     ForwardBatch,
     PrefillChunk,
+    Prefix,
     Row,
     RowResult,
     SlotSetup,
@@ -35,9 +37,10 @@ def sampling(
     min_p: float = 0.0,
     seed: int = 0,
     end: tuple[int, ...] = (),
-    num_logprobs: int = -1,
+    **others: Any,
 ) -> SlotSetup:
-    return SlotSetup(temperature, top_p, top_k, min_p, seed, end, max_len, num_logprobs)
+    """`others`: further fields of SlotSetup; Driver.first_chunk sets decode_row."""
+    return SlotSetup(temperature, top_p, top_k, min_p, seed, end, max_len, **others)
 
 
 class Driver:
@@ -61,19 +64,50 @@ class Driver:
         self.decoder.forward = self._recording_forward  # type: ignore[method-assign]
 
     def first_chunk(
-        self, slot: int, tokens: tuple[int, ...], setup: SlotSetup, *, sample: bool = True
+        self,
+        slot: int,
+        tokens: tuple[int, ...],
+        setup: SlotSetup,
+        *,
+        sample: bool = True,
+        source: int = -1,
+        num_cached: int = 0,
+        **others: Any,
     ) -> PrefillChunk:
-        """The slot gets a new tenant."""
+        """The slot gets a new tenant; its first `num_cached` positions are those of slot `source`.
+
+        `tokens` are those after them. The slot has the decode row of its own number, or of what
+        remains of it.
+        """
+        row = slot % self.info.limits.max_running
+        prefix = None
+        if num_cached:
+            prefix = Prefix(source, self.generations[source], num_cached)
         self.generations[slot] += 1
-        return PrefillChunk(slot, self.generations[slot], 0, tokens, sample, setup)
+        return PrefillChunk(
+            slot,
+            self.generations[slot],
+            num_cached,
+            tokens,
+            sample,
+            replace(setup, decode_row=row),
+            prefix,
+            **others,
+        )
 
     def chunk(
-        self, slot: int, start: int, tokens: tuple[int, ...], *, sample: bool = True
+        self,
+        slot: int,
+        start: int,
+        tokens: tuple[int, ...],
+        *,
+        sample: bool = True,
+        **others: Any,
     ) -> PrefillChunk:
-        return PrefillChunk(slot, self.generations[slot], start, tokens, sample, None)
+        return PrefillChunk(slot, self.generations[slot], start, tokens, sample, None, **others)
 
-    def decode(self, slot: int) -> DecodeRow:
-        return DecodeRow(slot, self.generations[slot])
+    def decode(self, slot: int, allowed_tokens: bytes = b"") -> DecodeRow:
+        return DecodeRow(slot, self.generations[slot], allowed_tokens)
 
     def run(self, *rows: Row, num_steps: int = 1) -> StepResult:
         self.step_id += 1

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustment:
-    """What is done to a slot's logits before they are sampled from: LogitAdjustment of worker.proto.
+    """What is done to logits before they are sampled from: LogitAdjustment of worker.proto.
 
     `biases`: (token id, bias) pairs.
     """

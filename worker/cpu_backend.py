@@ -37,11 +37,11 @@ class CpuBackend(CpuOps):
 
     def forward_rows(self, limits: ServingLimits) -> int:
         """The most rows of a forward."""
-        return max(limits.max_step_tokens, limits.num_slots)
+        return limits.max_step_tokens
 
     def sampled_rows(self, limits: ServingLimits) -> int:
         """The most rows that are sampled from."""
-        return limits.num_slots
+        return limits.max_running
 
     def pack_gate_up(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> PackedWeight:
         """The two matrices [I, H] of a gated feed-forward as one weight."""

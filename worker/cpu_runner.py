@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from worker.batch import BatchBuffers, SlotSetup, TokenLogprobs
+from worker.batch import BatchBuffers, PrefillChunk, SlotSetup
 from worker.cpu_backend import CpuBackend
 from worker.decoder import Decoder
-from worker.runner import CORRUPTED, Drawn, Outcome, StepWork
+from worker.runner import CORRUPTED, Drawn, Outcome, StepWork, prompt_rows
 from worker.sampler import Sampler
 
 
@@ -23,6 +24,9 @@ class _Seat:
     active: bool = False
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
     max_len: int = 0
+    num_prompt_logprobs: int = -1
+    # Its K and V may hold a NaN.
+    corrupted: bool = False
 
     def accept(self, token_id: int) -> None:
         """The next token was drawn; the slot stops at an end id and at its length."""
@@ -37,27 +41,43 @@ class CpuRunner:
         limits = decoder.limits
         self.decoder = decoder
         self._seats = [_Seat() for _ in range(limits.num_slots)]
-        self._sampler = Sampler(backend, limits.num_slots, decoder.config.vocab_size)
+        self._sampler = Sampler(
+            backend, limits.num_slots, limits.max_running, decoder.config.vocab_size
+        )
         self._buffers = BatchBuffers(limits.max_step_tokens)
 
-    def take(self, slot: int, setup: SlotSetup) -> None:
-        """A new tenant; nothing of the old one stays."""
+    @property
+    def max_logprobs_steps(self) -> int:
+        """No limit: nothing is under way after `start`."""
+        return (1 << 31) - 1
+
+    def take(self, slot: int, setup: SlotSetup, num_kept: int) -> None:
+        """A new tenant; nothing of the old one stays but the first `num_kept` positions."""
+        if self._seats[slot].corrupted:
+            self.decoder.cache.clear(slot, num_kept)
         self._seats[slot] = _Seat(
-            end_token_ids=frozenset(setup.end_token_ids), max_len=setup.max_len
+            num_computed=num_kept,
+            end_token_ids=frozenset(setup.end_token_ids),
+            max_len=setup.max_len,
+            num_prompt_logprobs=setup.num_prompt_logprobs,
         )
         self._sampler.set_slot(slot, setup)
 
     def start(self, work: StepWork) -> Outcome:
         """Runs the work."""
         started_ns = time.perf_counter_ns()
-        steps: list[list[Drawn]] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for _ in range(work.num_steps):
-            slots = [slot for slot in work.decode_slots if self._seats[slot].active]
+        outcome = Outcome([], 0)
+        for step in range(work.num_steps):
+            # A mask is good for one token.
+            slots = [
+                slot
+                for slot in work.decode_slots
+                if self._seats[slot].active and (step == 0 or slot not in work.masks)
+            ]
             if not slots and not work.chunks:
                 break
-            steps.append(self._step(slots, work, logprobs))
-        return Outcome(steps, time.perf_counter_ns() - started_ns, logprobs)
+            outcome.steps.append(self._step(slots, work, outcome))
+        return replace(outcome, duration_ns=time.perf_counter_ns() - started_ns)
 
     def finish(self, started: Outcome) -> Outcome:
         """What `start` gave."""
@@ -67,35 +87,46 @@ class CpuRunner:
         """The CPU never idles: the host is the device."""
         return []
 
-    def _step(
-        self, slots: list[int], work: StepWork, logprobs: dict[int, list[TokenLogprobs]]
-    ) -> list[Drawn]:
-        """What was drawn; adds to `logprobs`."""
+    def _step(self, slots: list[int], work: StepWork, outcome: Outcome) -> list[Drawn]:
+        """What was drawn; adds logprobs to the outcome."""
         seats = ((slot, self._seats[slot]) for slot in slots)
         decode = [(slot, seat.num_computed, seat.last_token) for slot, seat in seats]
-        logits = self.decoder.forward(self._buffers.fill(decode, list(work.chunks)))
+        batch = self._buffers.fill(decode, list(work.chunks))
+        logits = self.decoder.forward(batch)
         for slot in slots:
             self._seats[slot].num_computed += 1
         for chunk in work.chunks:
             self._seats[chunk.slot].num_computed += len(chunk.token_ids)
-        sampled = [*slots, *work.sampled_slots]
-        if not sampled:
-            return []
-        drawn = self._draw(logits, sampled)
-        token_ids = [token_id for _, token_id in drawn]
-        for slot, token in self._sampler.logprobs(logits, sampled, token_ids).items():
-            logprobs.setdefault(slot, []).append(token)
+        drawn = self._draw(logits, [*slots, *work.sampled_slots], work.masks, outcome)
+        for chunk, span in zip(work.chunks, batch.chunks, strict=True):
+            self._add_prompt_logprobs(chunk, span.first_row, outcome)
         return drawn
 
-    def _draw(self, logits: Tensor, slots: list[int]) -> list[Drawn]:
+    def _draw(
+        self, logits: Tensor, slots: list[int], masks: dict[int, bytes], outcome: Outcome
+    ) -> list[Drawn]:
+        if not slots:
+            return []
         # A token's position is its index in the sequence: the number of tokens before it.
         positions = [self._seats[slot].num_computed for slot in slots]
-        token_ids = self._sampler.sample(logits, slots, positions)
+        token_ids = self._sampler.sample(logits, slots, positions, masks)
         for slot, token_id in zip(slots, token_ids, strict=True):
             if token_id == CORRUPTED:
-                # Its cache is zeroed, so that nothing can spread.
+                # Not zeroed before its next tenant, who may keep what was computed before.
                 self._seats[slot].active = False
-                self.decoder.cache.clear(slot)
+                self._seats[slot].corrupted = True
             else:
                 self._seats[slot].accept(token_id)
+        for slot, token in self._sampler.logprobs(logits, slots, token_ids).items():
+            outcome.logprobs.setdefault(slot, []).append(token)
         return list(zip(slots, token_ids, strict=True))
+
+    def _add_prompt_logprobs(self, chunk: PrefillChunk, first_row: int, outcome: Outcome) -> None:
+        count = self._seats[chunk.slot].num_prompt_logprobs
+        if count < 0:
+            return
+        found = outcome.prompt_logprobs.setdefault(chunk.slot, [])
+        for part in prompt_rows(chunk, first_row, self.decoder.max_head_rows):
+            rows = torch.tensor(part.rows, dtype=torch.int64)
+            logits = self.decoder.head_logits(rows, (part.span,))
+            found += self._sampler.logprobs_of(logits, part.token_ids, [count] * len(part.rows))

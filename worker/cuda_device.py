@@ -44,7 +44,7 @@ class CudaDevice(Device):
     pace = Pace(2048, 16 * BLOCK_ROWS - 32, 5_000_000)
     footprint = Footprint(
         row_grid=BLOCK_ROWS,
-        all_slots_decode=True,
+        row_table=True,
         float32_activations=False,
         attention_tile=128,
         # cuBLAS's workspace, the sampler's, the graph, what loading and the self-test leave.

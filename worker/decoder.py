@@ -7,7 +7,7 @@ rank holds the same residual; products with split inputs are summed over the ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker.attention import CacheShape, SlotCache
 from worker.backend import Backend
-from worker.batch import ForwardBatch
+from worker.batch import ChunkSpan, ForwardBatch
 from worker.memory_plan import ServingLimits
 from worker.model_config import ModelConfig
 from worker.rope import rope_tables
@@ -68,6 +68,8 @@ class Decoder:
         self.ops = ops
         self.cache = SlotCache(cache_shape(config, shard, limits), ops.device)
         self.group = group
+        # The last forward that had chunks.
+        self._whole: ForwardBatch | None = None
         ops.agree(group)
         rows, sampled_rows = ops.forward_rows(limits), ops.sampled_rows(limits)
         self._workspace = _workspace(config, shard, ops, rows)
@@ -89,32 +91,59 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [B, V] of the sampled rows, the same on every rank; valid until the next call."""
-        count = batch.num_sample_rows
         space = self._workspace.rows(batch.num_rows)
         self.ops.embed_batch(batch, self.weights.embed, self.shard.vocab.begin, space.residual)
         self.group.all_reduce(space.residual)
         eps = self.config.rms_norm_eps
         self.ops.rms_norm(space.residual, self.weights.layers[0].input_norm, eps, space.normed)
+        last = self.config.num_layers - 1
         for index, layer in enumerate(self.weights.layers):
             self.ops.linear(space.normed, layer.qkv, space.qkv)
             self.attention.append(index, layer, batch, space.qkv)
-            if index + 1 == self.config.num_layers and batch.sample_rows is not None:
-                # Of the last layer the other rows leave nothing but their K and V.
-                space = self._sampled(batch.sample_rows, space)
-                batch = batch.sampled()
-                if count == 0:
-                    break
-            self.attention.attend(index, layer, batch, space.qkv, space.attended)
-            self.ops.linear(space.attended, layer.o, space.delta)
-            self._add_norm(space, layer.post_norm)
-            self.ops.gated_linear(space.normed, layer.gate_up, space.gate_up, space.activated)
-            self.ops.linear(space.activated, layer.down, space.delta)
-            self._add_norm(space, self._next_norm(index))
-        if count > 0:
-            rows = space.normed.shape[0]
-            self.ops.linear(space.normed, self.weights.head, self._local_logits[:rows])
-            self.group.gather_columns(self._local_logits[:rows], self._logits[:rows])
+            if index < last:
+                self._finish_layer(index, batch, space)
+        if batch.sample_rows is None:
+            return self._head(batch, space, batch.num_rows)
+        # Of the last layer the other rows leave nothing but their K and V.
+        self._whole = batch
+        sampled = self._sampled(batch.sample_rows, space)
+        return self._head(batch.sampled(), sampled, batch.num_sample_rows)
+
+    def head_logits(self, rows: Tensor, chunks: tuple[ChunkSpan, ...]) -> Tensor:
+        """Logits [B, V] of `rows` (integers [B]) of the last forward, which are of its chunks.
+
+        `chunks`: whose they are, in their own numbering from 0. B at most `max_head_rows`. Valid
+        until the next call of this or of forward; the same on every rank, and all must call it.
+        """
+        assert self._whole is not None, "no forward of chunks was run"
+        batch = replace(self._whole, num_decode_rows=0, sampled_chunks=chunks)
+        space = self._workspace.rows(batch.num_rows)
+        return self._head(batch.sampled(), self._sampled(rows, space), rows.shape[0])
+
+    @property
+    def max_head_rows(self) -> int:
+        """The most rows that head_logits takes at once."""
+        return self.ops.sampled_rows(self.limits)
+
+    def _head(self, batch: ForwardBatch, space: Workspace, count: int) -> Tensor:
+        """The last layer from its attention on, and the logits [B, V]; B is `count`."""
+        if count == 0:
+            return self._logits[:0]
+        self._finish_layer(self.config.num_layers - 1, batch, space)
+        rows = space.normed.shape[0]
+        self.ops.linear(space.normed, self.weights.head, self._local_logits[:rows])
+        self.group.gather_columns(self._local_logits[:rows], self._logits[:rows])
         return self._logits[:count]
+
+    def _finish_layer(self, index: int, batch: ForwardBatch, space: Workspace) -> None:
+        """Layer `index` from its attention on; normed is the next layer's input."""
+        layer = self.weights.layers[index]
+        self.attention.attend(index, layer, batch, space.qkv, space.attended)
+        self.ops.linear(space.attended, layer.o, space.delta)
+        self._add_norm(space, layer.post_norm)
+        self.ops.gated_linear(space.normed, layer.gate_up, space.gate_up, space.activated)
+        self.ops.linear(space.activated, layer.down, space.delta)
+        self._add_norm(space, self._next_norm(index))
 
     def _next_norm(self, index: int) -> Tensor:
         """The norm after layer `index`."""

@@ -11,11 +11,11 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.batch import DecodeRow, PrefillChunk, RowResult, StepCommand, StepResult
+from worker.batch import DecodeRow, PrefillChunk, RowResult, SlotSetup, StepCommand, StepResult
 from worker.errors import ProtocolError, StepError
 from worker.memory_plan import ServingLimits
 from worker.runner import CORRUPTED, Outcome, Runner, StepWork
-from worker.slots import SlotRecord, check_command
+from worker.slots import CommandCheck, SlotRecord
 
 _DIGEST_ENTRY = struct.Struct("<IQIi")
 
@@ -48,6 +48,8 @@ class Executor:
         self.runner = runner
         self._vocab_size = vocab_size
         self._slots = [SlotRecord() for _ in range(limits.num_slots)]
+        # The slot that has each decode row.
+        self._row_owners = [-1] * limits.max_running
         self._last_step_id = 0
         self._failed = False
 
@@ -90,20 +92,30 @@ class Executor:
             raise ProtocolError(f"command of epoch {command.epoch}, this is epoch {self.epoch}")
         if command.step_id != self._last_step_id + 1:
             raise ProtocolError(f"step id {command.step_id} does not follow {self._last_step_id}")
-        check_command(command, self._slots, self.limits, self._vocab_size)
+        CommandCheck(self._slots, self._row_owners, self.limits, self._vocab_size).run(command)
 
     def _begin(self, command: StepCommand) -> Submitted:
         chunks = tuple(row for row in command.rows if isinstance(row, PrefillChunk))
         for chunk in chunks:
             if chunk.setup is not None:
-                # A record of its own: results of the old tenant may still be on their way.
-                self._slots[chunk.slot] = SlotRecord(chunk.generation, max_len=chunk.setup.max_len)
-                self.runner.take(chunk.slot, chunk.setup)
+                self._take(chunk, chunk.setup)
             self._slots[chunk.slot].begin_chunk(chunk)
         decode_slots = tuple(row.slot for row in command.rows if isinstance(row, DecodeRow))
+        masks = {row.slot: row.allowed_tokens for row in command.rows if row.allowed_tokens}
         records = {row.slot: self._slots[row.slot] for row in command.rows}
-        started = self.runner.start(StepWork(decode_slots, chunks, command.num_steps))
+        started = self.runner.start(StepWork(decode_slots, chunks, command.num_steps, masks))
         return Submitted(command, records, started)
+
+    def _take(self, chunk: PrefillChunk, setup: SlotSetup) -> None:
+        """A new tenant, with its prefix; in the order of the command's rows."""
+        # A record of its own: results of the old tenant may still be on their way.
+        self._slots[chunk.slot] = SlotRecord.of(chunk)
+        self._row_owners[setup.decode_row] = chunk.slot
+        prefix = chunk.prefix
+        self.runner.take(chunk.slot, setup, 0 if prefix is None else prefix.length)
+        if prefix is not None and prefix.source_slot != chunk.slot:
+            cache = self.runner.decoder.cache
+            cache.copy_prefix(prefix.source_slot, chunk.slot, prefix.length)
 
     def _result(
         self, command: StepCommand, records: dict[int, SlotRecord], outcome: Outcome
@@ -132,6 +144,7 @@ class Executor:
                     tuple(outputs[row.slot].token_ids),
                     outputs[row.slot].corrupted,
                     tuple(outcome.logprobs.get(row.slot, ())),
+                    tuple(outcome.prompt_logprobs.get(row.slot, ())),
                 )
                 for row in command.rows
             ),

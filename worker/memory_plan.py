@@ -20,15 +20,16 @@ _LENGTH_GRID = 128
 class Footprint:
     """How a device uses memory beside weights and slots.
 
-    Forwards run in multiples of `row_grid` rows. `all_slots_decode`: every slot is a row of a
-    forward that decodes, beside its chunks. Activations are float32, or of the weights' type;
-    attention keeps a float32 state per head and `attention_tile` positions of every slot (0: none).
+    Forwards run in multiples of `row_grid` rows. `row_table`: the table of rows that decode is in
+    its memory, with penalties, biases and masks, and all of them are rows of a forward that
+    decodes, beside its chunks. Activations are float32, or of the weights' type; attention keeps a
+    float32 state per head and `attention_tile` positions of every such row (0: none).
     `reserve_bytes`: rounding by the allocator and what libraries take; `group_bytes`: what joining
     other ranks takes.
     """
 
     row_grid: int
-    all_slots_decode: bool
+    row_table: bool
     float32_activations: bool
     attention_tile: int
     reserve_bytes: int
@@ -40,13 +41,17 @@ CPU_FOOTPRINT = Footprint(1, False, True, 0, 8 << 20, 0)
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """What was asked for: S slots of P positions, rows of a forward, and the precisions."""
+    """What was asked for: S slots of P positions, rows of a forward, and the precisions.
+
+    `max_running` slots, at most, have a tenant at a time: the rows that decode.
+    """
 
     num_slots: int
     max_seq_len: int
     max_step_tokens: int
     weight_dtype: str
     kv_dtype: str
+    max_running: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +199,17 @@ def _workspace_bytes(
         row += 4 * shard.world_size * hidden
         sample_row += 4 * (shard.world_size + 1) * widest
     tables = 4 * limits.max_seq_len * config.head_dim
-    slots, rows = limits.num_slots, max(limits.max_step_tokens, limits.num_slots)
-    if footprint.all_slots_decode:
-        slots, rows = 2 * slots, rows + slots
+    rows, sampled, vocab = limits.max_step_tokens, limits.max_running, config.vocab_size
+    if footprint.row_table:
+        # Counts, biases and a mask a row; logits are adjusted in a copy.
+        tables += limits.max_running * (8 * vocab + 4 * -(-vocab // 32))
+        sample_row += 4 * vocab
+        rows, sampled = rows + limits.max_running, 2 * sampled
     grid = footprint.row_grid
-    total = _on_grid(rows, grid) * row + _on_grid(slots, grid) * sample_row + tables
+    total = _on_grid(rows, grid) * row + _on_grid(sampled, grid) * sample_row + tables
     if footprint.attention_tile:
         tiles = -(-limits.max_seq_len // footprint.attention_tile)
-        total += 4 * limits.num_slots * shard.q_heads.size * tiles * (config.head_dim + 2)
+        total += 4 * limits.max_running * shard.q_heads.size * tiles * (config.head_dim + 2)
     group = footprint.group_bytes if shard.world_size > 1 else 0
     return total + footprint.reserve_bytes + group
 

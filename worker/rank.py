@@ -27,7 +27,7 @@ from worker.memory_plan import (
     without_weights,
 )
 from worker.runner import Runner
-from worker.self_test import SelfTestResult, run_self_tests
+from worker.self_test import PrefixReuse, SelfTestResult, prefix_reuse, run_self_tests
 from worker.sharding import Shard, shard_of
 from worker.tensor_parallel import Group, Rendezvous
 from worker.weights import ModelWeights, load_weights
@@ -46,7 +46,7 @@ StageProgress = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True)
 class RankSetup:
     """What Configure asks for. max_seq_len 0 and dtype "auto" are resolved from the checkpoint,
-    max_step_tokens 0 is the device's."""
+    max_step_tokens 0 is the device's, max_running 0 is num_slots."""
 
     epoch: int
     rank: int = 0
@@ -57,6 +57,7 @@ class RankSetup:
     weight_dtype: str = "auto"
     kv_dtype: str = "auto"
     max_step_tokens: int = 0
+    max_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ class RankInfo:
     plan: MemoryPlan
     measured_bytes: int
     self_tests: tuple[SelfTestResult, ...]
+    prefix_reuse: PrefixReuse
     num_threads: int
+    max_logprobs_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,9 @@ class Rank:
             plan=plan,
             measured_bytes=device.resident_bytes() + self._group.device_bytes,
             self_tests=tests,
+            prefix_reuse=prefix_reuse(tests),
             num_threads=device.num_threads,
+            max_logprobs_steps=runner.max_logprobs_steps,
         )
 
     def _open_device(self, rank: int) -> Device:
@@ -255,11 +260,17 @@ def resolve_limits(
     """The settings in full. Raises SetupError naming the setting, its value and the limit."""
     if setup.num_slots < 1:
         raise SetupError(f"num_slots must be at least 1, not {setup.num_slots}")
-    max_step_tokens = setup.max_step_tokens or max(device.pace.max_step_tokens, setup.num_slots)
-    if max_step_tokens < setup.num_slots:
+    max_running = setup.max_running or setup.num_slots
+    if max_running > setup.num_slots:
         raise SetupError(
-            f"max_step_tokens {max_step_tokens} is less than num_slots {setup.num_slots}: "
-            "a step holds at least one row per slot"
+            f"max_running {max_running} is more than num_slots {setup.num_slots}: "
+            "what runs sits in a slot"
+        )
+    max_step_tokens = setup.max_step_tokens or max(device.pace.max_step_tokens, max_running)
+    if max_step_tokens < max_running:
+        raise SetupError(
+            f"max_step_tokens {max_step_tokens} is less than max_running {max_running}: "
+            "a step holds at least one row for each slot that runs"
         )
     longest = checkpoint.config.max_positions
     if setup.max_seq_len > longest:
@@ -282,4 +293,5 @@ def resolve_limits(
         max_step_tokens=max_step_tokens,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
+        max_running=max_running,
     )

@@ -6,7 +6,8 @@ promise equal answers. Every rank of a group makes the same calls, in the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,11 @@ _SEED = 20_251
 # Around multiples of sizes an attention kernel may split at.
 _ATTENTION_POSITIONS = (0, 1, 15, 16, 63, 64, 127, 128, 255, 256, 257, 511, 512)
 _CHUNK = 3
+# The tests' names.
+_LINEAR = "linear_rows_equal"
+_ATTENTION = "prefill_attention_equals_decode"
+_CHUNKS = "chunks_equal_whole_prefill"
+_DECODE = "prefill_kv_equals_decode_kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,22 @@ class SelfTestResult:
     name: str
     passed: bool
     detail: str
+
+
+class PrefixReuse(enum.Enum):
+    """Which positions of a slot hold what a prefill of the same tokens would write."""
+
+    NONE = "none"
+    PREFILL = "prefill"
+    ALL = "all"
+
+
+def prefix_reuse(tests: Sequence[SelfTestResult]) -> PrefixReuse:
+    """What the tests have proved."""
+    failed = {test.name for test in tests if not test.passed}
+    if failed & {_LINEAR, _CHUNKS}:
+        return PrefixReuse.NONE
+    return PrefixReuse.PREFILL if failed & {_ATTENTION, _DECODE} else PrefixReuse.ALL
 
 
 class Batches(Protocol):
@@ -58,9 +80,10 @@ def run_self_tests(decoder: Decoder, batches: Batches) -> list[SelfTestResult]:
     else:
         rig = _Rig(decoder, batches, (1, 2, 3, 8, 17), 8)
     tests: list[tuple[str, str, Callable[[_Rig], list[str]]]] = [
-        ("linear_rows_equal", f"each weight shape at {rig.row_counts} rows", _linear_rows),
-        ("prefill_attention_equals_decode", "around tile and split borders", _attention),
-        ("prefill_kv_equals_decode_kv", "K, V, logits; whole, in chunks, by token", _sequence),
+        (_LINEAR, f"each weight shape at {rig.row_counts} rows", _linear_rows),
+        (_ATTENTION, "around tile and split borders", _attention),
+        (_CHUNKS, "K, V, logits; whole and in chunks", _chunks),
+        (_DECODE, "K, V, logits; whole and by token", _decode),
     ]
     return [_result(name, compared, test(rig)) for name, compared, test in tests]
 
@@ -136,21 +159,32 @@ def _attended(decoder: Decoder, batch: ForwardBatch, qkv: Tensor) -> Tensor:
     return out
 
 
-def _sequence(rig: _Rig) -> list[str]:
-    """A sequence gives the same cache and logits whole, in chunks and token by token."""
+def _chunks(rig: _Rig) -> list[str]:
+    """A sequence gives the same cache and logits whole and in chunks, in whatever slot."""
+    token_ids = _sequence(rig)
+    last_slot = rig.decoder.limits.num_slots - 1
+    whole = _in_chunks(rig, 0, token_ids, len(token_ids))
+    chunks = _in_chunks(rig, last_slot, token_ids, _CHUNK)
+    return _differences(whole, chunks, f"chunks of {_CHUNK}")
+
+
+def _decode(rig: _Rig) -> list[str]:
+    """A sequence gives the same cache and logits whole and token by token."""
+    token_ids = _sequence(rig)
+    whole = _in_chunks(rig, 0, token_ids, len(token_ids))
+    return _differences(whole, _by_token(rig, 0, token_ids), "decode")
+
+
+def _sequence(rig: _Rig) -> list[int]:
     limits = rig.decoder.limits
     length = min(rig.sequence_len, limits.max_seq_len, limits.max_step_tokens)
     vocab = rig.decoder.config.vocab_size
-    token_ids = [(_SEED + 7919 * index) % vocab for index in range(length)]
-    last_slot = limits.num_slots - 1
-    whole = _in_chunks(rig, 0, token_ids, length)
-    others = {
-        f"chunks of {_CHUNK}": _in_chunks(rig, last_slot, token_ids, _CHUNK),
-        "decode": _by_token(rig, 0, token_ids),
-    }
+    return [(_SEED + 7919 * index) % vocab for index in range(length)]
+
+
+def _differences(whole: tuple[Tensor, ...], other: tuple[Tensor, ...], name: str) -> list[str]:
     return [
         f"{what} of whole and {name}"
-        for name, other in others.items()
         for what, left, right in zip(("K", "V", "logits"), whole, other, strict=True)
         if not _same(left, right)
     ]

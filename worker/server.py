@@ -23,7 +23,9 @@ from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker import device
 from worker.batch import (
     DecodeRow,
+    LogitAdjustment,
     PrefillChunk,
+    Prefix,
     Row,
     SlotSetup,
     StepCommand,
@@ -34,10 +36,16 @@ from worker.config import GRPC_OPTIONS, RELEASE_TIMEOUT_S
 from worker.errors import ProtocolError, WorkerError
 from worker.pipeline import Pipeline
 from worker.rank import Rank, RankInfo, RankSetup
+from worker.self_test import PrefixReuse
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 0.25
 _SERVING = health_pb2.HealthCheckResponse.SERVING
+_PREFIX_REUSE = {
+    PrefixReuse.NONE: worker_pb2.PREFIX_REUSE_NONE,
+    PrefixReuse.PREFILL: worker_pb2.PREFIX_REUSE_PREFILL,
+    PrefixReuse.ALL: worker_pb2.PREFIX_REUSE_ALL,
+}
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -236,6 +244,7 @@ def _rank_setup(request: object) -> RankSetup:
         weight_dtype=message.weight_dtype or "auto",
         kv_dtype=message.kv_dtype or "auto",
         max_step_tokens=message.max_step_tokens,
+        max_running=message.max_running,
     )
 
 
@@ -254,7 +263,7 @@ def _step_command(request: worker_pb2.RunRequest) -> StepCommand:
 def _row(row: worker_pb2.Row) -> Row:
     work = row.WhichOneof("work")
     if work == "decode":
-        return DecodeRow(row.slot, row.generation)
+        return DecodeRow(row.slot, row.generation, row.allowed_tokens)
     if work == "prefill":
         chunk = row.prefill
         return PrefillChunk(
@@ -264,8 +273,15 @@ def _row(row: worker_pb2.Row) -> Row:
             token_ids=tuple(chunk.token_ids[:]),
             sample=chunk.sample,
             setup=_slot_setup(chunk.setup) if chunk.HasField("setup") else None,
+            prefix=_prefix(chunk.prefix) if chunk.HasField("prefix") else None,
+            next_token_id=chunk.next_token_id if chunk.HasField("next_token_id") else -1,
+            allowed_tokens=row.allowed_tokens,
         )
     raise ProtocolError(f"the row of slot {row.slot} has neither prefill nor decode")
+
+
+def _prefix(prefix: worker_pb2.Prefix) -> Prefix:
+    return Prefix(prefix.source_slot, prefix.source_generation, prefix.length)
 
 
 def _slot_setup(setup: worker_pb2.SlotSetup) -> SlotSetup:
@@ -278,6 +294,28 @@ def _slot_setup(setup: worker_pb2.SlotSetup) -> SlotSetup:
         end_token_ids=tuple(setup.end_token_ids),
         max_len=setup.max_len,
         num_logprobs=setup.num_logprobs if setup.HasField("num_logprobs") else -1,
+        num_prompt_logprobs=(
+            setup.num_prompt_logprobs if setup.HasField("num_prompt_logprobs") else -1
+        ),
+        decode_row=setup.decode_row,
+        masked=setup.masked,
+        adjustment=_adjustment(setup.adjustment) if setup.HasField("adjustment") else None,
+    )
+
+
+def _adjustment(message: worker_pb2.LogitAdjustment) -> LogitAdjustment:
+    if len(message.bias_token_ids) != len(message.biases):
+        raise ProtocolError(
+            f"{len(message.bias_token_ids)} bias_token_ids and {len(message.biases)} biases"
+        )
+    return LogitAdjustment(
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty,
+        prompt_token_ids=tuple(message.prompt_token_ids[:]),
+        generated_token_ids=tuple(message.generated_token_ids[:]),
+        biases=tuple(zip(message.bias_token_ids, message.biases, strict=True)),
+        min_len=message.min_len,
     )
 
 
@@ -303,6 +341,9 @@ def _configured(info: RankInfo) -> worker_pb2.Configured:
         max_step_tokens=info.limits.max_step_tokens,
         max_mixed_step_tokens=info.pace.max_mixed_step_tokens,
         run_ahead_window_ns=info.pace.run_ahead_window_ns,
+        max_running=info.limits.max_running,
+        max_logprobs_steps=info.max_logprobs_steps,
+        prefix_reuse=_PREFIX_REUSE[info.prefix_reuse],
     )
 
 
@@ -320,6 +361,7 @@ def _step_result(result: StepResult, with_rows: bool) -> worker_pb2.StepResult:
             token_ids=row.token_ids,
             corrupted=row.corrupted,
             logprobs=[_token_logprobs(token) for token in row.logprobs],
+            prompt_logprobs=[_token_logprobs(token) for token in row.prompt_logprobs],
         )
     return message
 

@@ -35,7 +35,7 @@ SMOLLM2 = parse_model_config(
         "tie_word_embeddings": True,
     }
 )
-LIMITS = ServingLimits(8, 4096, 256, "float32", "float32")
+LIMITS = ServingLimits(8, 4096, 256, "float32", "float32", 8)
 
 
 def plan(

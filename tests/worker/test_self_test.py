@@ -40,6 +40,7 @@ def test_passes_and_leaves_the_slots_zeroed(decoder: Decoder) -> None:
     assert outcome(decoder) == {
         "linear_rows_equal": True,
         "prefill_attention_equals_decode": True,
+        "chunks_equal_whole_prefill": True,
         "prefill_kv_equals_decode_kv": True,
     }
     assert not any(t.any() for t in (*decoder.cache.keys, *decoder.cache.values))

@@ -10,10 +10,12 @@ import pytest
 from worker.batch import DecodeRow, PrefillChunk, Row, SlotSetup, StepCommand
 from worker.errors import ProtocolError
 from worker.memory_plan import ServingLimits
-from worker.slots import SlotRecord, check_command
+from worker.slots import CommandCheck, SlotRecord
 
 VOCAB = 50
-LIMITS = ServingLimits(4, 32, 8, "float32", "float32")
+LIMITS = ServingLimits(4, 32, 8, "float32", "float32", 4)
+# Each slot has the decode row of its own number.
+OWNERS = (0, 1, 2, 3)
 SETUP = SlotSetup(0.0, 1.0, 0, 0.0, 0, (), 20)
 NAN = float("nan")
 
@@ -22,7 +24,7 @@ def slots() -> list[SlotRecord]:
     """0: decoding, 3 tokens computed; 1: in its prompt, 4 computed; 2: stopped; 3: never taken."""
     records = [SlotRecord() for _ in range(4)]
     for index, (generation, computed) in enumerate([(5, 3), (2, 4), (9, 6)]):
-        records[index] = SlotRecord(generation, computed, max_len=SETUP.max_len)
+        records[index] = SlotRecord(generation, computed, max_len=SETUP.max_len, decode_row=index)
     records[0].prompt_complete = records[2].prompt_complete = True
     return records
 
@@ -55,7 +57,7 @@ def command(*rows: Row, num_steps: int = 1) -> StepCommand:
     ],
 )
 def test_accepted(fine: StepCommand) -> None:
-    check_command(fine, slots(), LIMITS, VOCAB)
+    CommandCheck(slots(), OWNERS, LIMITS, VOCAB).run(fine)
 
 
 @pytest.mark.parametrize(
@@ -99,5 +101,5 @@ def test_refused(wrong: StepCommand, named: str) -> None:
     records = slots()
     before = copy.deepcopy(records)
     with pytest.raises(ProtocolError, match=named):
-        check_command(wrong, records, LIMITS, VOCAB)
+        CommandCheck(records, OWNERS, LIMITS, VOCAB).run(wrong)
     assert records == before
