@@ -48,10 +48,10 @@ class SlotCache:
         for tensor in (*self.keys, *self.values):
             tensor[target, :length].copy_(tensor[source, :length])
 
-    def clear(self, slot: int, begin: int = 0) -> None:
-        """Zeroes a slot's positions from `begin` on, in every layer."""
+    def clear(self, slot: int) -> None:
+        """Zeroes a slot in every layer."""
         for tensor in (*self.keys, *self.values):
-            tensor[slot, begin:].zero_()
+            tensor[slot].zero_()
 
 
 def _layer(shape: CacheShape, device: torch.device) -> Tensor:

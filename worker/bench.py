@@ -37,7 +37,8 @@ class _Sequence:
 
     @property
     def setup(self) -> SlotSetup:
-        return SlotSetup(0.0, 1.0, 0, 0.0, 0, (), len(self.prompt) + self.num_new)
+        max_len = len(self.prompt) + self.num_new
+        return SlotSetup(0.0, 1.0, 0, 0.0, 0, (), max_len, decode_row=self.slot)
 
 
 class _Driver:
@@ -180,6 +181,7 @@ def main_plan(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker plan")
     _add_model_arguments(parser)
     parser.add_argument("--num-slots", type=int, default=8)
+    parser.add_argument("--max-running", type=int, default=0, help="0: as many as slots")
     parser.add_argument("--tp", type=int, default=1)
     parsed = parser.parse_args(arguments)
     checkpoint = open_checkpoint(parsed.model)
@@ -191,6 +193,7 @@ def main_plan(arguments: list[str]) -> int:
         weight_dtype=parsed.dtype,
         kv_dtype=parsed.kv_dtype,
         max_step_tokens=parsed.max_step_tokens,
+        max_running=parsed.max_running,
     )
     devices = [open_device(parsed.device, rank, default_threads()) for rank in range(parsed.tp)]
     limits = resolve_limits(checkpoint, setup, devices[0])

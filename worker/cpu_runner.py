@@ -25,8 +25,6 @@ class _Seat:
     end_token_ids: frozenset[int] = field(default_factory=frozenset)
     max_len: int = 0
     num_prompt_logprobs: int = -1
-    # Its K and V may hold a NaN.
-    corrupted: bool = False
 
     def accept(self, token_id: int) -> None:
         """The next token was drawn; the slot stops at an end id and at its length."""
@@ -52,9 +50,7 @@ class CpuRunner:
         return (1 << 31) - 1
 
     def take(self, slot: int, setup: SlotSetup, num_kept: int) -> None:
-        """A new tenant; nothing of the old one stays but the first `num_kept` positions."""
-        if self._seats[slot].corrupted:
-            self.decoder.cache.clear(slot, num_kept)
+        """See Runner; what is in the cache past a row's position is not read, be it a NaN."""
         self._seats[slot] = _Seat(
             num_computed=num_kept,
             end_token_ids=frozenset(setup.end_token_ids),
@@ -112,9 +108,7 @@ class CpuRunner:
         token_ids = self._sampler.sample(logits, slots, positions, masks)
         for slot, token_id in zip(slots, token_ids, strict=True):
             if token_id == CORRUPTED:
-                # Not zeroed before its next tenant, who may keep what was computed before.
                 self._seats[slot].active = False
-                self._seats[slot].corrupted = True
             else:
                 self._seats[slot].accept(token_id)
         for slot, token in self._sampler.logprobs(logits, slots, token_ids).items():

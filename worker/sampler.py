@@ -38,6 +38,14 @@ class Adjuster:
 
     def apply(self, row: _Logits, length: int) -> None:
         """Changes the logits [V] from which a sequence of `length` tokens goes on: worker.proto."""
+        # What is too large is infinite, as on a GPU; the draw sees it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._penalize(row)
+            row[self._biased] += self._biases
+        if length < self._min_len:
+            row[self._ends] = -np.inf
+
+    def _penalize(self, row: _Logits) -> None:
         if self._repetition != 1:
             seen = _ids(self._prompt | self._counts.keys())
             logits = row[seen]
@@ -46,9 +54,6 @@ class Adjuster:
             generated = _ids(self._counts)
             counts = np.array(list(self._counts.values()), dtype=np.float32)
             row[generated] = row[generated] - self._frequency * counts - self._presence
-        row[self._biased] += self._biases
-        if length < self._min_len:
-            row[self._ends] = -np.inf
 
 
 class Sampler:

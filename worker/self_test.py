@@ -82,7 +82,7 @@ def run_self_tests(decoder: Decoder, batches: Batches) -> list[SelfTestResult]:
     tests: list[tuple[str, str, Callable[[_Rig], list[str]]]] = [
         (_LINEAR, f"each weight shape at {rig.row_counts} rows", _linear_rows),
         (_ATTENTION, "around tile and split borders", _attention),
-        (_CHUNKS, "K, V, logits; whole and in chunks", _chunks),
+        (_CHUNKS, "K, V, logits, attention; whole and in chunks", _chunks),
         (_DECODE, "K, V, logits; whole and by token", _decode),
     ]
     return [_result(name, compared, test(rig)) for name, compared, test in tests]
@@ -123,12 +123,8 @@ def _attention(rig: _Rig) -> list[str]:
     decoder = rig.decoder
     limit = decoder.limits.max_seq_len
     positions = [position for position in _ATTENTION_POSITIONS if position < limit]
-    end = positions[-1] + 1
-    for tensor in (decoder.cache.keys[0], decoder.cache.values[0]):
-        heads, dim = tensor.shape[2:]
-        tensor[0, :end] = _random(decoder, end, heads * dim).view(end, heads, dim)
-    heads = decoder.shard.q_heads.size + 2 * decoder.shard.kv_heads.size
-    qkv = _random(decoder, 2, heads * decoder.config.head_dim)
+    _fill_slot(decoder, positions[-1] + 1)
+    qkv = _random_qkv(decoder, 2)
     differences = [
         f"position {position}" for position in positions if not _attends_alike(rig, qkv, position)
     ]
@@ -136,17 +132,34 @@ def _attention(rig: _Rig) -> list[str]:
     return differences
 
 
+def _fill_slot(decoder: Decoder, end: int) -> None:
+    """K and V of the first layer at the first `end` positions of slot 0."""
+    for tensor in (decoder.cache.keys[0], decoder.cache.values[0]):
+        heads, dim = tensor.shape[2:]
+        tensor[0, :end] = _random(decoder, end, heads * dim).view(end, heads, dim)
+
+
+def _random_qkv(decoder: Decoder, rows: int) -> Tensor:
+    heads = decoder.shard.q_heads.size + 2 * decoder.shard.kv_heads.size
+    return _random(decoder, rows, heads * decoder.config.head_dim)
+
+
 def _attends_alike(rig: _Rig, qkv: Tensor, position: int) -> bool:
     decoder = rig.decoder
     first = max(0, position - min(1, decoder.limits.max_step_tokens - 1))
     rows = qkv[: position - first + 1]
-    chunk = PrefillChunk(0, 1, first, (0,) * rows.shape[0], False, None)
-    prefill = _attended(decoder, rig.batches.chunk_batch((chunk,)), rows)
+    prefill = _prefill_attended(rig, rows, first)
     batch, row = rig.batches.row_batch(0, position, 0)
     decode_rows = torch.zeros(batch.num_decode_rows, *qkv.shape[1:]).to(qkv)
     decode_rows[row] = rows[-1]
     decode = _attended(decoder, batch, decode_rows)
     return _same(prefill[-1:], decode[row : row + 1])
+
+
+def _prefill_attended(rig: _Rig, qkv: Tensor, start: int) -> Tensor:
+    """Attention of slot 0's positions from `start` on, as one chunk."""
+    chunk = PrefillChunk(0, 1, start, (0,) * qkv.shape[0], False, None)
+    return _attended(rig.decoder, rig.batches.chunk_batch((chunk,)), qkv)
 
 
 def _attended(decoder: Decoder, batch: ForwardBatch, qkv: Tensor) -> Tensor:
@@ -165,7 +178,28 @@ def _chunks(rig: _Rig) -> list[str]:
     last_slot = rig.decoder.limits.num_slots - 1
     whole = _in_chunks(rig, 0, token_ids, len(token_ids))
     chunks = _in_chunks(rig, last_slot, token_ids, _CHUNK)
-    return _differences(whole, chunks, f"chunks of {_CHUNK}")
+    return _differences(whole, chunks, f"chunks of {_CHUNK}") + _attention_chunks(rig)
+
+
+def _attention_chunks(rig: _Rig) -> list[str]:
+    """Attention far into a slot has the same bits in one chunk and in several."""
+    decoder = rig.decoder
+    limits = decoder.limits
+    end = min(_ATTENTION_POSITIONS[-1] + 1, limits.max_seq_len)
+    start = max(0, end - limits.max_step_tokens)
+    _fill_slot(decoder, end)
+    qkv = _random_qkv(decoder, end - start)
+    whole = _prefill_attended(rig, qkv, start)
+    # A single row, and more than one before and after it.
+    cut = (end - start) // 3
+    sizes = [size for size in (cut, 1, end - start - cut - 1) if size]
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    parts = [
+        _prefill_attended(rig, rows, start + begin)
+        for begin, rows in zip(begins, qkv.split(sizes), strict=True)
+    ]
+    decoder.cache.clear(0)
+    return [] if _same(whole, torch.cat(parts)) else [f"attention in chunks of {sizes}"]
 
 
 def _decode(rig: _Rig) -> list[str]:

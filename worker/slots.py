@@ -27,7 +27,8 @@ from worker.memory_plan import ServingLimits
 class SlotRecord:
     """A slot's tenant: `num_computed` of its prompt's tokens are in the cache or on the way.
 
-    `length`: tokens of the sequence as far as results have been collected.
+    `length`: of the whole sequence, tokens that decode steps have computed as far as results have
+    been collected; the last one sampled is never among them.
     """
 
     generation: int = 0
@@ -53,12 +54,6 @@ class SlotRecord:
             num_prompt_logprobs=setup.num_prompt_logprobs,
         )
 
-    @property
-    def num_written(self) -> int:
-        """Positions that are in the cache, or will be before any later command."""
-        # The last token was sampled, and perhaps not yet computed.
-        return max(self.num_computed, self.length - 1)
-
     def begin_chunk(self, chunk: PrefillChunk) -> None:
         """The chunk will be computed."""
         self.num_computed += len(chunk.token_ids)
@@ -83,7 +78,7 @@ class CommandCheck:
         self._row_owners = row_owners
         self._limits = limits
         self._vocab_size = vocab_size
-        # Slots with a row in the command; those taken anew by it; decode rows it uses.
+        # Slots with a row in the command; those taken anew by it; decode rows of all of them.
         self._seen: set[int] = set()
         self._taken: set[int] = set()
         self._rows: set[int] = set()
@@ -129,12 +124,7 @@ class CommandCheck:
         _check_generation(row, record)
         if not record.prompt_complete:
             raise ProtocolError(f"slot {row.slot}: decode before its prompt was sampled from")
-        if self._row_owners[record.decode_row] != row.slot:
-            raise ProtocolError(
-                f"slot {row.slot}: its decode row {record.decode_row} is now that of slot "
-                f"{self._row_owners[record.decode_row]}"
-            )
-        self._rows.add(record.decode_row)
+        self._check_owner(row.slot, record.decode_row)
         self._check_mask(row.slot, row.allowed_tokens, samples=True, masked=record.masked)
 
     def _check_chunk(self, chunk: PrefillChunk) -> None:
@@ -150,6 +140,7 @@ class CommandCheck:
                 raise ProtocolError(f"slot {slot}: a prefix comes with the setup only")
             if record.prompt_complete or not record.max_len:
                 raise ProtocolError(f"slot {slot}: its prompt is complete; a new one needs a setup")
+            self._check_owner(slot, record.decode_row)
         if chunk.start != record.num_computed:
             raise ProtocolError(
                 f"slot {slot}: chunk starts at {chunk.start}, expected {record.num_computed}"
@@ -182,10 +173,6 @@ class CommandCheck:
                 f"slot {slot}: a first chunk needs a generation above {generation}, "
                 f"not {chunk.generation}"
             )
-        if setup.decode_row in self._rows:
-            raise ProtocolError(
-                f"slot {slot}: decode row {setup.decode_row} has another slot in this command"
-            )
         _check_setup(slot, setup, self._limits, self._vocab_size)
         if chunk.prefix is not None:
             self._check_prefix(slot, chunk.prefix)
@@ -194,7 +181,21 @@ class CommandCheck:
                     f"slot {slot}: prompt logprobs are wanted of a prefix that is not computed"
                 )
         self._taken.add(slot)
-        self._rows.add(setup.decode_row)
+        self._use_row(slot, setup.decode_row)
+
+    def _check_owner(self, slot: int, decode_row: int) -> None:
+        """The slot still has its decode row, and no earlier row of the command takes it."""
+        owner = self._row_owners[decode_row]
+        if owner != slot:
+            raise ProtocolError(f"slot {slot}: its decode row {decode_row} is now slot {owner}'s")
+        self._use_row(slot, decode_row)
+
+    def _use_row(self, slot: int, decode_row: int) -> None:
+        if decode_row in self._rows:
+            raise ProtocolError(
+                f"slot {slot}: decode row {decode_row} has another slot in this command"
+            )
+        self._rows.add(decode_row)
 
     def _check_prefix(self, slot: int, prefix: Prefix) -> None:
         name = f"slot {slot}: prefix of {prefix.length} positions of slot {prefix.source_slot}"
@@ -208,8 +209,8 @@ class CommandCheck:
                 f"{name}: generation {prefix.source_generation} is not its last tenant's "
                 f"({source.generation})"
             )
-        if not 1 <= prefix.length <= source.num_written:
-            raise ProtocolError(f"{name}, which has {source.num_written}")
+        if not 1 <= prefix.length <= source.length:
+            raise ProtocolError(f"{name}: it must be in [1, {source.length}], what is computed")
 
     def _check_mask(self, slot: int, allowed: bytes, *, samples: bool, masked: bool) -> None:
         expected = -(-self._vocab_size // 8) if samples and masked else 0
@@ -264,10 +265,13 @@ def _check_adjustment(slot: int, adjustment: LogitAdjustment, vocab_size: int) -
     penalty = adjustment.repetition_penalty
     if not (math.isfinite(penalty) and penalty > 0):
         raise ProtocolError(f"slot {slot}: repetition_penalty {penalty} must be finite, > 0")
+    prompt = adjustment.prompt_token_ids
+    if prompt != tuple(sorted(set(prompt))):
+        raise ProtocolError(f"slot {slot}: prompt_token_ids must be distinct and ascending")
     biased = [token_id for token_id, _ in adjustment.biases]
     if len(set(biased)) != len(biased):
         raise ProtocolError(f"slot {slot}: a token has two biases")
-    ids = (*adjustment.prompt_token_ids, *adjustment.generated_token_ids, *biased)
+    ids = (*prompt[-1:], *adjustment.generated_token_ids, *biased)
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise ProtocolError(f"slot {slot}: token id {worst} is not in [0, {vocab_size})")

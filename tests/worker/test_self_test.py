@@ -12,7 +12,7 @@ from worker_driver import Driver
 from checkpoints import make_checkpoint
 from worker.batch import BatchBuffers
 from worker.decoder import Decoder
-from worker.self_test import run_self_tests
+from worker.self_test import PrefixReuse, prefix_reuse, run_self_tests
 
 
 class Sabotaged:
@@ -36,6 +36,10 @@ def outcome(decoder: Decoder) -> dict[str, bool]:
     return {result.name: result.passed for result in run_self_tests(decoder, BatchBuffers(32))}
 
 
+def reuse(decoder: Decoder) -> PrefixReuse:
+    return prefix_reuse(run_self_tests(decoder, BatchBuffers(32)))
+
+
 def test_passes_and_leaves_the_slots_zeroed(decoder: Decoder) -> None:
     assert outcome(decoder) == {
         "linear_rows_equal": True,
@@ -43,6 +47,7 @@ def test_passes_and_leaves_the_slots_zeroed(decoder: Decoder) -> None:
         "chunks_equal_whole_prefill": True,
         "prefill_kv_equals_decode_kv": True,
     }
+    assert reuse(decoder) is PrefixReuse.ALL
     assert not any(t.any() for t in (*decoder.cache.keys, *decoder.cache.values))
 
 
@@ -65,6 +70,7 @@ def test_sees_a_product_that_depends_on_the_rows(decoder: Decoder) -> None:
     assert not result.passed
     assert "at 2 rows" in result.detail
     assert "qkv" in result.detail
+    assert reuse(decoder) is PrefixReuse.NONE
 
 
 def test_sees_a_decode_kernel_that_differs(decoder: Decoder) -> None:
@@ -81,8 +87,10 @@ def test_sees_a_decode_kernel_that_differs(decoder: Decoder) -> None:
     assert outcome(decoder) == {
         "linear_rows_equal": True,
         "prefill_attention_equals_decode": False,
+        "chunks_equal_whole_prefill": True,
         "prefill_kv_equals_decode_kv": False,
     }
+    assert reuse(decoder) is PrefixReuse.PREFILL
 
 
 def test_sees_a_cache_written_at_a_wrong_position(decoder: Decoder) -> None:
@@ -96,3 +104,24 @@ def test_sees_a_cache_written_at_a_wrong_position(decoder: Decoder) -> None:
 
     object.__setattr__(decoder.attention, "ops", Sabotaged(ops, "rope_append", rope_append))
     assert outcome(decoder)["prefill_kv_equals_decode_kv"] is False
+
+
+@pytest.mark.parametrize("start", [3, 12])
+def test_sees_a_prefill_kernel_that_depends_on_the_chunk(decoder: Decoder, start: int) -> None:
+    """Chunks at one place differ: of the short sequence, or only of the long attention."""
+    ops = decoder.ops
+
+    def prefill_attention(*arguments: Any) -> None:
+        ops.prefill_attention(*arguments)
+        if arguments[4] % 32 == start and arguments[0].shape[0] > 2:
+            arguments[-1].mul_(1.01)
+
+    object.__setattr__(
+        decoder.attention, "ops", Sabotaged(ops, "prefill_attention", prefill_attention)
+    )
+    decoder.ops = decoder.attention.ops
+    results = {result.name: result for result in run_self_tests(decoder, BatchBuffers(32))}
+    assert not results["chunks_equal_whole_prefill"].passed
+    assert results["prefill_attention_equals_decode"].passed
+    assert results["prefill_kv_equals_decode_kv"].passed
+    assert reuse(decoder) is PrefixReuse.NONE
