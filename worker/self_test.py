@@ -7,6 +7,7 @@ promise equal answers. Every rank of a group makes the same calls, in the same o
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -192,14 +193,13 @@ def _attention_chunks(rig: _Rig) -> list[str]:
     whole = _prefill_attended(rig, qkv, start)
     # A single row, and more than one before and after it.
     cut = (end - start) // 3
-    sizes = [size for size in (cut, 1, end - start - cut - 1) if size]
-    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    bounds = sorted({0, cut, cut + 1, end - start})
     parts = [
-        _prefill_attended(rig, rows, start + begin)
-        for begin, rows in zip(begins, qkv.split(sizes), strict=True)
+        _prefill_attended(rig, qkv[begin:stop], start + begin)
+        for begin, stop in itertools.pairwise(bounds)
     ]
     decoder.cache.clear(0)
-    return [] if _same(whole, torch.cat(parts)) else [f"attention in chunks of {sizes}"]
+    return [] if _same(whole, torch.cat(parts)) else [f"attention in chunks cut at {bounds}"]
 
 
 def _decode(rig: _Rig) -> list[str]:
