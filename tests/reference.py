@@ -4,6 +4,8 @@ Nothing here is fast or calls the library. Dimension letters as in `worker/_nati
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -126,3 +128,48 @@ def logprobs(
     best = order[:count].tolist()
     rank = int(np.flatnonzero(order == token_id)[0]) + 1
     return float(values[token_id]), rank, best, values[best].tolist()
+
+
+def adjusted(
+    logits: Tensor,
+    length: int,
+    *,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    prompt: Iterable[int] = (),
+    generated: Iterable[int] = (),
+    biases: Iterable[tuple[int, float]] = (),
+    ends: Iterable[int] = (),
+    min_len: int = 0,
+) -> Tensor:
+    """One row of logits float32 [V] as a sequence of `length` tokens goes on from it.
+
+    Token by token, each operation rounded to float32; `prompt` and `generated` with repeats.
+    """
+    one = np.float32
+    counts, seen = Counter(generated), set(prompt)
+    row = logits.numpy().copy()
+    for token_id in range(len(row)):
+        value = row[token_id]
+        if token_id in counts or token_id in seen:
+            value = (
+                one(value / one(repetition_penalty))
+                if value > 0
+                else one(value * one(repetition_penalty))
+            )
+        if token_id in counts:
+            value = one(value - one(one(frequency_penalty) * one(counts[token_id])))
+            value = one(value - one(presence_penalty))
+        for biased, bias in biases:
+            value = one(value + one(bias)) if biased == token_id else value
+        row[token_id] = -math.inf if length < min_len and token_id in ends else value
+    return torch.from_numpy(row)
+
+
+def masked(logits: Tensor, allowed: Iterable[int]) -> Tensor:
+    """One row of logits [V], -infinity but for the allowed tokens."""
+    row = torch.full_like(logits, -math.inf)
+    for token_id in set(allowed):
+        row[token_id] = logits[token_id]
+    return row

@@ -70,10 +70,10 @@ class Watched:
                 [logprob, *logprobs], rel=allowed.relative, abs=allowed.absolute
             )
 
-    def _on_cpu(self, logits: Tensor, slots: list[int], positions: list[int]) -> list[int]:
+    def _on_cpu(self, logits: Tensor, slots: list[int], *others: Any) -> list[int]:
         for row, slot in enumerate(slots):
             self.drawn_from[slot].append(logits[row].clone())
-        return list(self._sample(logits, slots, positions))
+        return list(self._sample(logits, slots, *others))
 
     def _on_gpu(self, table: Any, logits: Tensor, slots: Tensor | None, workspace: Tensor) -> None:
         before = int(table.counter)
