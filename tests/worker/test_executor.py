@@ -188,8 +188,18 @@ def test_nan_in_one_slot_harms_nobody_else(folder: Path, driver: Driver, where: 
     assert after[0].token_ids == ()
     assert not after[0].corrupted
     assert_same(driver, 1, tokens + list(after[1].token_ids), alone(folder, "seeded"))
-    assert not driver.decoder.cache.keys[0][0].isnan().any()
     assert_same(driver, 0, driver.generate(PROMPT, NUM_NEW, 0), alone(folder, "greedy"))
+
+
+@pytest.mark.parametrize("cuts", [(), (5,), tuple(range(1, 37))])
+def test_what_is_left_in_a_slot_is_not_read(
+    folder: Path, driver: Driver, cuts: tuple[int, ...]
+) -> None:
+    """Nothing is cleared for a new tenant: a NaN past its position must not reach it."""
+    for tensor in (*driver.decoder.cache.keys, *driver.decoder.cache.values):
+        tensor.fill_(float("nan"))
+    tokens = driver.generate(PROMPT, NUM_NEW, 2, cuts=cuts, num_steps=3)
+    assert_same(driver, 2, tokens, alone(folder, "greedy"))
 
 
 def test_corrupted_prompt_is_skipped_by_planned_decode_rows(driver: Driver) -> None:
