@@ -73,16 +73,18 @@ def _check_engine(engine: EngineConfig) -> None:
     if not engine.worker_addresses and not engine.model_dir:
         raise ConfigError("neither worker addresses nor a model folder is given")
     _check_range("num_slots", engine.num_slots, 1, (1 << 32) - 1)
+    _check_range("max_running", engine.max_running, 0, engine.num_slots)
     _check_range("max_seq_len", engine.max_seq_len, 0, 1 << 24)
     if engine.max_seq_len == 1:
         raise ConfigError("max_seq_len is 1; a prompt and a generated token need 2, 0 is automatic")
     _check_range("max_queue_len", engine.max_queue_len, 1, 1 << 20)
     _check_range("max_queued_tokens", engine.max_queued_tokens, 0, 1 << 40)
     _check_range("max_step_tokens", engine.max_step_tokens, 0, (1 << 32) - 1)
-    if 0 < engine.max_step_tokens < engine.num_slots:
+    if 0 < engine.max_step_tokens < engine.running_bound:
+        name = "max_running" if engine.max_running else "num_slots"
         raise ConfigError(
-            f"max_step_tokens is {engine.max_step_tokens}, below num_slots {engine.num_slots}; "
-            "a step must hold one token of each slot, 0 is automatic"
+            f"max_step_tokens is {engine.max_step_tokens}, below {name} {engine.running_bound}; "
+            "a step must hold one token of each request that runs, 0 is automatic"
         )
     _check_range("max_mixed_step_tokens", engine.max_mixed_step_tokens, 0, (1 << 32) - 1)
     _check_range("max_outstanding", engine.max_outstanding, 1, 16)
@@ -132,6 +134,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         num_threads=given.threads,
         rendezvous_address=given.rendezvous,
         num_slots=given.num_slots,
+        max_running=given.max_running,
         max_seq_len=given.max_seq_len,
         weight_dtype=given.dtype,
         kv_dtype=given.kv_dtype,
@@ -195,7 +198,10 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
         default=own.num_threads,
         help="per worker on the CPU; 0: cores / ranks",
     )
-    add("--num-slots", type=int, default=own.num_slots, help="requests that run at once")
+    slots = "seats with a KV cache; more than run at once keep finished prompts warm"
+    add("--num-slots", type=int, default=own.num_slots, help=slots)
+    running = "requests that run at once; 0: num-slots"
+    add("--max-running", type=int, default=own.max_running, help=running)
     add("--max-seq-len", type=int, default=own.max_seq_len, help="context of a slot; 0: automatic")
     add("--dtype", choices=DTYPES, default=own.weight_dtype, help="of the weights")
     add("--kv-dtype", choices=DTYPES, default=own.kv_dtype, help="of the KV cache")

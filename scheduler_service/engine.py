@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .engine_types import (
     EngineConfig,
@@ -103,32 +103,37 @@ class Engine:
             raise UnavailableError(_REFUSALS[EngineState.STARTING])
         return self._starter.info
 
-    def submit(self, request: Request) -> RequestStream:
-        """Queues a validated request (prompt + max_new_tokens fits geometry.max_seq_len).
+    def submit(self, requests: Sequence[Request]) -> RequestStream:
+        """Queues the answers to a validated call (prompt + max_new_tokens fits
+        geometry.max_seq_len), all or none; the stream brings the events of all.
 
-        DuplicateRequestError, QueueFullError, or UnavailableError (starting, draining, down).
+        DuplicateRequestError, QueueFullError, or UnavailableError (starting, draining, down);
+        InvalidArgumentError when so many answers, or such a constraint, can never be.
         """
         refusal = _REFUSALS.get(self._state)
         if refusal is not None:
             raise UnavailableError(refusal)
         loop = self._started_loop()
-        queue_position = loop.scheduler.submit(request)
+        queue_position = loop.scheduler.submit(requests)
         loop.pump_soon()
-        return self._streams.open(request, queue_position)
+        return self._streams.open(requests, queue_position)
 
-    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Ends a request in whatever phase; its stream gets the FinishedEvent at once.
+    def cancel(self, call_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ends all answers to a call, in whatever phase; its stream gets their FinishedEvents at
+        once.
 
-        UnknownRequestError when none of that id waits or runs (it has ended already).
+        UnknownRequestError when none of that id waits or runs (all have ended already).
         """
-        if request_id not in self._streams:
-            raise UnknownRequestError(f"no request of id {request_id!r} waits or runs")
-        loop = self._started_loop()
-        self._streams.tell([loop.scheduler.cancel(request_id, reason, self.now_ns())])
+        requests = [one for one in self._streams.requests() if one.call_id == call_id]
+        if not requests:
+            raise UnknownRequestError(f"no request of id {call_id!r} waits or runs")
+        loop, now_ns = self._started_loop(), self.now_ns()
+        for request in requests:
+            self._streams.tell([loop.scheduler.cancel(request.request_id, reason, now_ns)])
         loop.pump_soon()
 
     def stop_request(self, request_id: str, num_tokens: int) -> bool:
-        """A stop string was found: ends the request with STOP and num_tokens generated tokens.
+        """A stop string was found: ends one answer with STOP and num_tokens generated tokens.
 
         False when it had ended by itself: its FinishedEvent is in the stream. Else the stream's
         next FinishedEvent is this one; TokenEvents still in the stream before it are to be dropped.
@@ -140,6 +145,14 @@ class Engine:
         loop.pump_soon()
         return True
 
+    def flush(self) -> int:
+        """Forgets every cached prefix; returns the tokens of free slots that were forgotten.
+
+        UnavailableError before the first group is configured.
+        """
+        self.info()
+        return self._started_loop().scheduler.flush()
+
     def load(self) -> Load:
         """UnavailableError before the first group is configured."""
         geometry = self.info().geometry
@@ -149,6 +162,8 @@ class Engine:
             num_running=len(scheduler.seats),
             num_waiting=len(scheduler.queue),
             num_slots=geometry.num_slots,
+            max_running=geometry.max_running,
+            num_cached_tokens=scheduler.num_cached_tokens,
             num_used_tokens=scheduler.num_used_tokens,
             max_total_tokens=geometry.num_slots * geometry.max_seq_len,
             num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from .limits import Counters, Limits
+from .prefix_index import PrefixReuse
 
 
 class EngineFailedError(Exception):
@@ -28,6 +29,8 @@ class EngineConfig:
     # "host:port" for the ranks' rendezvous; empty: a free local port (all workers on this host).
     rendezvous_address: str = ""
     num_slots: int = 8
+    # Requests that run at once; 0: as many as there are slots.
+    max_running: int = 0
     # 0: the smaller of the model's limit and 4,096.
     max_seq_len: int = 0
     weight_dtype: str = "auto"
@@ -50,11 +53,17 @@ class EngineConfig:
     # Time a recovery may take before running requests end UNAVAILABLE.
     recovery_timeout_s: float = 60.0
 
+    @property
+    def running_bound(self) -> int:
+        """max_running, with 0 made good."""
+        return self.max_running or self.num_slots
+
     def limits(self, geometry: Geometry) -> Limits:
         """The scheduler's limits for the slots that the workers have; their advice where nothing
         else was asked for."""
         return Limits(
             num_slots=geometry.num_slots,
+            max_running=geometry.max_running,
             max_seq_len=geometry.max_seq_len,
             max_step_tokens=geometry.max_step_tokens,
             max_mixed_step_tokens=self.max_mixed_step_tokens or geometry.max_mixed_step_tokens,
@@ -63,6 +72,8 @@ class EngineConfig:
             max_outstanding=self.max_outstanding,
             max_steps_per_command=self.max_steps_per_command,
             run_ahead_window_ns=self.run_ahead_window_ns or geometry.run_ahead_window_ns,
+            max_logprobs_steps=geometry.max_logprobs_steps,
+            prefix_reuse=geometry.prefix_reuse,
         )
 
 
@@ -128,6 +139,10 @@ class Geometry:
     # Advice; see Configured in worker.proto.
     max_mixed_step_tokens: int
     run_ahead_window_ns: int
+    max_running: int
+    # Decode steps with logprobs that may be outstanding.
+    max_logprobs_steps: int
+    prefix_reuse: PrefixReuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +170,9 @@ class Load:
     num_running: int
     num_waiting: int
     num_slots: int
+    max_running: int
+    # Tokens kept in free slots.
+    num_cached_tokens: int
     # Positions in use in busy slots, of max_total_tokens = num_slots * max_seq_len.
     num_used_tokens: int
     max_total_tokens: int

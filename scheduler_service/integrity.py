@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from .request import RequestState
@@ -18,7 +20,9 @@ class IntegrityError(Exception):
 def check_integrity(scheduler: Scheduler) -> None:
     """Raises IntegrityError at the first contradiction; changes nothing."""
     _check_slots(scheduler)
+    _check_kept(scheduler)
     _check_requests(scheduler)
+    _check_prefills(scheduler)
     for seat in scheduler.seats.values():
         _check_seat(scheduler, seat)
 
@@ -38,6 +42,53 @@ def _check_slots(scheduler: Scheduler) -> None:
                 f"slot {index} holds {owner}, its seat is of request {seat.request.request_id!r}, "
                 f"generation {seat.generation}, slot {seat.request.slot}"
             )
+        if seat.decode_row != busy[index].decode_row:
+            raise IntegrityError(
+                f"slot {index} has decode row {busy[index].decode_row}, its seat {seat.decode_row}"
+            )
+    rows = [slot.decode_row for slot in scheduler.table if slot.decode_row >= 0]
+    if len(set(rows)) != len(busy) or any(row >= scheduler.limits.max_running for row in rows):
+        raise IntegrityError(f"{len(busy)} slots are busy, their decode rows are {rows}")
+
+
+def _check_kept(scheduler: Scheduler) -> None:
+    for slot in scheduler.table:
+        kept = scheduler.prefixes.index.kept(slot.index)
+        if kept is None:
+            continue
+        name, num_kept = f"slot {slot.index}", len(kept.token_ids)
+        if not 0 < num_kept < scheduler.limits.max_seq_len or kept.generation > slot.generation:
+            raise IntegrityError(
+                f"{name}, generation {slot.generation}: keeps {num_kept} tokens of generation "
+                f"{kept.generation}"
+            )
+        seat = scheduler.seats.get(slot.index)
+        if seat is not None and seat.generation == kept.generation:
+            _check_kept_of(seat, kept.token_ids, name)
+
+
+def _check_kept_of(seat: Seat, kept: array[int], name: str) -> None:
+    """A tenant's are its own, and never its last token, which no step has read."""
+    known = [*seat.request.prompt_token_ids, *seat.request.generated_token_ids]
+    num_written = max(seat.num_prefill_planned, len(known) - 1)
+    if len(kept) > num_written or kept.tolist() != known[: len(kept)]:
+        raise IntegrityError(
+            f"{name}, request {seat.request.request_id!r}: keeps {len(kept)} tokens, of its own "
+            f"are {num_written} written"
+        )
+
+
+def _check_prefills(scheduler: Scheduler) -> None:
+    """The oldest seat in prefill waits for nobody, so none waits for ever."""
+    for seat in scheduler.seats.values():
+        if not seat.num_prefill_left:
+            continue
+        if not seat.is_started and scheduler.prefixes.must_wait(seat, scheduler.seats):
+            raise IntegrityError(
+                f"slot {seat.slot}, request {seat.request.request_id!r}: waits for a prefix, and "
+                "none before it is in prefill"
+            )
+        return
 
 
 def _check_requests(scheduler: Scheduler) -> None:
@@ -47,6 +98,8 @@ def _check_requests(scheduler: Scheduler) -> None:
         raise IntegrityError(
             f"{len(waiting)} requests wait and {len(running)} run, {len(scheduler.requests)} live"
         )
+    if scheduler.calls != Counter(one.call_id for one in scheduler.requests.values()):
+        raise IntegrityError(f"live answers of calls are counted as {dict(scheduler.calls)}")
     if any(request.state is not RequestState.WAITING for request in scheduler.queue):
         raise IntegrityError("a request in the queue is not in state WAITING")
 
@@ -57,11 +110,14 @@ def _check_seat(scheduler: Scheduler, seat: Seat) -> None:
     if request.state not in (RequestState.PREFILL, RequestState.DECODE):
         raise IntegrityError(f"{name}: in a slot, yet {request.state.value}")
     num_generated = len(request.generated_token_ids)
+    if seat.mask_index > num_generated:
+        raise IntegrityError(f"{name}: a mask for {seat.mask_index} tokens, it has {num_generated}")
     if not num_generated <= seat.num_generated_planned <= request.max_new_tokens:
         raise IntegrityError(
             f"{name}: {num_generated} tokens known, {seat.num_generated_planned} planned, "
             f"the limit is {request.max_new_tokens}"
         )
+    # Tokens that prefill went over again are counted on both sides.
     num_known = len(seat.prefill_token_ids) - len(request.prompt_token_ids)
     num_planned = seat.num_prefill_planned + seat.num_generated_planned - num_known
     if seat.num_computed > num_planned:
@@ -73,5 +129,5 @@ def _check_seat(scheduler: Scheduler, seat: Seat) -> None:
         for step in scheduler.outstanding
         for row in step.rows
     )
-    if not in_flight and not seat.num_prefill_left and not seat.num_decode_left:
+    if not in_flight and not seat.num_prefill_left and not seat.num_tokens_left:
         raise IntegrityError(f"{name}: makes no progress, nothing is planned and nothing in flight")

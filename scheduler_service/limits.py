@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import InvalidArgumentError
+from .prefix_index import PrefixReuse
 from .request import FinishReason, Request
 
 
@@ -13,6 +14,8 @@ class Limits:
     """Bounds of the scheduler. ValueError, naming field, value and bound, when one cannot hold."""
 
     num_slots: int
+    # Slots that may be busy at once; the others keep what their last tenants left.
+    max_running: int
     max_seq_len: int
     # Rows (tokens) of one forward, decode rows included.
     max_step_tokens: int
@@ -26,14 +29,19 @@ class Limits:
     # Decode steps in one command, and the time they should fill.
     max_steps_per_command: int
     run_ahead_window_ns: int
+    # Decode steps with logprobs that may be in flight.
+    max_logprobs_steps: int
+    prefix_reuse: PrefixReuse
 
     def __post_init__(self) -> None:
         for name in (
             "num_slots",
+            "max_running",
             "max_mixed_step_tokens",
             "max_queue_len",
             "max_outstanding",
             "max_steps_per_command",
+            "max_logprobs_steps",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
@@ -42,10 +50,14 @@ class Limits:
                 f"max_seq_len is {self.max_seq_len}; at least 2 is needed, "
                 "a prompt token and a generated one"
             )
-        if self.max_step_tokens < self.num_slots:
+        if self.max_running > self.num_slots:
             raise ValueError(
-                f"max_step_tokens is {self.max_step_tokens}; at least num_slots "
-                f"({self.num_slots}) is needed, a decode row for each"
+                f"max_running is {self.max_running}; at most num_slots ({self.num_slots}) can run"
+            )
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"max_step_tokens is {self.max_step_tokens}; at least max_running "
+                f"({self.max_running}) is needed, a decode row for each"
             )
         if self.max_queued_tokens < 0 or self.run_ahead_window_ns < 0:
             raise ValueError(
@@ -67,6 +79,38 @@ class Limits:
                 f"{len(request.prompt_token_ids)} prompt tokens and {request.max_new_tokens} new "
                 f"ones are {request.max_len}, the context holds {self.max_seq_len}",
             )
+        if request.constraint is not None:
+            _check_first_mask(request)
+
+    def check_number(self, num_requests: int) -> None:
+        """InvalidArgumentError when so many could never wait or run together."""
+        bound = self.max_queue_len + self.max_running
+        if num_requests > bound:
+            raise InvalidArgumentError(
+                "n", f"is {num_requests}; at most {bound} can wait and run in this server"
+            )
+
+
+def _check_first_mask(request: Request) -> None:
+    if request.first_mask is None:
+        raise ValueError(f"request {request.request_id!r} has a constraint and no first mask")
+    if request.first_mask.allowed is None:
+        raise InvalidArgumentError(
+            "constraint", "no token of this model can begin such an output; loosen it"
+        )
+
+
+@dataclass(slots=True)
+class PrefixCacheCounters:
+    """As PrefixCacheCounters of inference.proto. All rise only."""
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_hits: int = 0
+    num_copies: int = 0
+    num_copied_tokens: int = 0
+    num_evictions: int = 0
+    num_evicted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -88,6 +132,7 @@ class Counters:
     # Time in commands that held a prefill chunk, and in decode-only commands.
     prefill_step_ns: int = 0
     decode_step_ns: int = 0
+    prefix_cache: PrefixCacheCounters = field(default_factory=PrefixCacheCounters)
 
     def count_end(self, reason: FinishReason) -> None:
         """One more request ended, for this reason."""

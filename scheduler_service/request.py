@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-
 # Between the id of a call and the index of one of its further answers; no public id holds it.
 _CHOICE_MARK = "\x1f"
 
@@ -109,6 +108,10 @@ class Request:
     slot: int = -1
     # Of the prompt, found in the prefix cache when it was first placed.
     num_cached_tokens: int = 0
+    # Its first chunk was sent once, so the line above is known.
+    is_placed: bool = False
+    # Logprobs of prompt tokens that were released.
+    num_prompt_logprobs_told: int = 0
     generated_token_ids: list[int] = field(default_factory=list)
     admitted_ns: int | None = None
     first_token_ns: int | None = None

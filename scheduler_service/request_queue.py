@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .errors import QueueFullError
 from .request import Request
@@ -33,25 +33,26 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 
-    def push(self, request: Request, spare: int, retry_after_s: float) -> None:
-        """Adds at the tail. `spare` requests may wait beyond max_len: free slots will take them.
+    def push(self, requests: Sequence[Request], spare: int, retry_after_s: float) -> None:
+        """Adds all at the tail, or none. `spare` may wait beyond max_len: they are seated at once.
 
-        QueueFullError, with retry_after_s, at a bound. An empty queue takes a prompt of any length.
+        QueueFullError, with retry_after_s, at a bound. An empty queue takes prompts of any length.
         """
-        if len(self) >= self.max_len + spare:
+        if len(self) + len(requests) > self.max_len + spare:
+            beside = f" and {len(requests)} more came" if len(requests) > 1 else ""
             raise QueueFullError(
-                f"{len(self)} requests wait, the limit is {self.max_len}; retry later",
+                f"{len(self)} requests wait{beside}, the limit is {self.max_len}; retry later",
                 retry_after_s,
             )
-        num_tokens = self.num_tokens + len(request.prompt_token_ids)
-        if self.max_tokens and self._requests and num_tokens > self.max_tokens:
+        num_new = sum(len(request.prompt_token_ids) for request in requests)
+        if self.max_tokens and self._requests and self.num_tokens + num_new > self.max_tokens:
             raise QueueFullError(
-                f"{self.num_tokens} prompt tokens wait and this request has "
-                f"{len(request.prompt_token_ids)}, the limit is {self.max_tokens}; retry later",
+                f"{self.num_tokens} prompt tokens wait and this request has {num_new}, "
+                f"the limit is {self.max_tokens}; retry later",
                 retry_after_s,
             )
-        self._requests[request.request_id] = request
-        self.num_tokens = num_tokens
+        self._requests.update((request.request_id, request) for request in requests)
+        self.num_tokens += num_new
 
     def pop(self) -> Request:
         """Takes the head. KeyError when empty."""

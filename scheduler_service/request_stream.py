@@ -1,26 +1,28 @@
-"""The events of one request, from the engine to whoever serves it."""
+"""The events of one call, from the engine to whoever serves it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .request import Event, FinishedEvent, Request
 
 
 class RequestStream:
-    """Async iterator of a request's events: TokenEvents, then exactly one FinishedEvent, then end.
+    """Async iterator of a call's events, those of its answers mixed; it ends behind the last one.
 
-    It never blocks the engine: events wait in memory (a few bytes a token) until they are read.
-    Dropping the stream does not cancel the request; `Engine.cancel` does. One reader at a time.
+    Of each answer: PromptLogprobsEvents, TokenEvents, then exactly one FinishedEvent. It never
+    blocks the engine: events wait in memory (a few bytes a token) until they are read.
+    Dropping the stream does not cancel the call; `Engine.cancel` does. One reader at a time.
     """
 
-    def __init__(self, request_id: str, queue_position: int) -> None:
-        self.request_id = request_id
+    def __init__(self, call_id: str, queue_position: int, num_answers: int = 1) -> None:
+        self.call_id = call_id
         # Requests ahead in the queue when this one was accepted.
         self.queue_position = queue_position
+        # Answers whose last event was not read.
+        self._num_open = num_answers
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._ended = False
 
     def push(self, event: Event) -> None:
         """For the engine: adds an event."""
@@ -30,20 +32,20 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Event:
-        if self._ended:
+        if not self._num_open:
             raise StopAsyncIteration
-        event = await self._events.get()
-        self._ended = isinstance(event, FinishedEvent)
-        return event
+        return self._note(await self._events.get())
 
     def take_ready(self) -> list[Event]:
         """Events that are here now, without waiting: lets a reader join several into one."""
         ready: list[Event] = []
-        while not self._ended and not self._events.empty():
-            event = self._events.get_nowait()
-            self._ended = isinstance(event, FinishedEvent)
-            ready.append(event)
+        while self._num_open and not self._events.empty():
+            ready.append(self._note(self._events.get_nowait()))
         return ready
+
+    def _note(self, event: Event) -> Event:
+        self._num_open -= isinstance(event, FinishedEvent)
+        return event
 
 
 class RequestStreams:
@@ -64,10 +66,10 @@ class RequestStreams:
         """The live requests, in order of `open`."""
         return [request for request, _ in self._live.values()]
 
-    def open(self, request: Request, queue_position: int) -> RequestStream:
-        """A stream for a request that was accepted."""
-        stream = RequestStream(request.request_id, queue_position)
-        self._live[request.request_id] = (request, stream)
+    def open(self, requests: Sequence[Request], queue_position: int) -> RequestStream:
+        """A stream for the answers to a call that was accepted."""
+        stream = RequestStream(requests[0].call_id, queue_position, len(requests))
+        self._live.update((request.request_id, (request, stream)) for request in requests)
         self._all_ended.clear()
         return stream
 

@@ -6,20 +6,25 @@ comes in as an argument, on the clock of Request.arrival_ns.
 Policy: strict first come, first served. Each command carries a decode row for every request whose
 prompt is planned, then prefill chunks (step_plan.py says whose). Commands are planned ahead of the
 results (seat.py says why that is safe); a result for a slot's former tenant is known by its
-generation and dropped.
+generation and dropped. What a slot holds outlives its tenant (prefix_index.py) and is reused.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from .errors import DuplicateRequestError, UnknownRequestError
 from .integrity import check_integrity
 from .limits import Counters, Limits
+from .prefix_plan import PrefixPlan
 from .request import (
     Event,
     FinishedEvent,
     FinishReason,
+    Mask,
+    PromptLogprobsEvent,
     Request,
     RequestState,
     TokenEvent,
@@ -33,6 +38,11 @@ from .step_plan import StepPace, plan_rows
 
 # Message and status of a request whose row is corrupted.
 _CORRUPTED = ("the model gave logits that are no numbers for this request", "INTERNAL")
+# The same where a constraint leaves nothing.
+_DEAD_END = (
+    "the output can no longer become what the constraint asks for: no token can continue it",
+    "FAILED_PRECONDITION",
+)
 
 
 class Scheduler:
@@ -43,12 +53,17 @@ class Scheduler:
         self.limits = limits
         self.counters = counters or Counters()
         self.queue = RequestQueue(limits.max_queue_len, limits.max_queued_tokens)
-        self.table = SlotTable(limits.num_slots)
+        self.table = SlotTable(limits.num_slots, limits.max_running)
+        self.prefixes = PrefixPlan(
+            limits.num_slots, limits.prefix_reuse, self.counters.prefix_cache
+        )
         # By slot, in order of admission.
         self.seats: dict[int, Seat] = {}
         # Every live request, waiting or running.
         self.requests: dict[str, Request] = {}
         self.outstanding: deque[Outstanding] = deque()
+        # Live answers of each call.
+        self.calls: Counter[str] = Counter()
         self._deadlines = Deadlines()
         self._pace = StepPace(limits.run_ahead_window_ns, limits.max_steps_per_command)
         self._service_time = ServiceTime()
@@ -81,26 +96,39 @@ class Scheduler:
         running = sum(seat.num_pending_prefill for seat in self.seats.values())
         return self.queue.num_tokens + running
 
-    def submit(self, request: Request) -> int:
-        """Queues a request; returns how many wait before it beyond the slots that are free.
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens kept in free slots."""
+        return sum(self.prefixes.index.num_tokens(slot) for slot in self.table.free())
 
-        DuplicateRequestError, QueueFullError; InvalidArgumentError when it can never run.
+    def submit(self, requests: Sequence[Request]) -> int:
+        """Queues the answers to one call, all or none; returns how many wait before the first one
+        beyond those that may run.
+
+        DuplicateRequestError, QueueFullError; InvalidArgumentError when one can never run.
         """
-        if request.request_id in self.requests:
+        call_id = requests[0].call_id
+        if call_id in self.calls:
             raise DuplicateRequestError(
-                f"a request of id {request.request_id!r} waits or runs; "
-                "choose another id or wait for its end"
+                f"a request of id {call_id!r} waits or runs; choose another id or wait for its end"
             )
-        self.limits.check(request)
-        spare = self.table.num_free
-        retry_after_s = self._service_time.retry_after_s(len(self.table))
-        self.queue.push(request, spare, retry_after_s)
+        self.limits.check_number(len(requests))
+        for request in requests:
+            self.limits.check(request)
+        spare, num_waiting = self.table.num_spare, len(self.queue)
+        retry_after_s = self._service_time.retry_after_s(self.limits.max_running)
+        self.queue.push(requests, spare, retry_after_s)
+        for request in requests:
+            self._accept(request)
+        return max(0, num_waiting - spare)
+
+    def _accept(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self.calls[request.call_id] += 1
         if request.deadline_ns is not None:
             self._deadlines.add(request.request_id, request.deadline_ns)
         self.counters.accepted += 1
         self.counters.num_prompt_tokens += len(request.prompt_token_ids)
-        return max(0, len(self.queue) - 1 - spare)
 
     def cancel(
         self,
@@ -129,6 +157,34 @@ class Scheduler:
             )
         return self._finish(request, FinishReason.STOP, now_ns, num_generated=num_tokens)
 
+    def set_mask(self, request_id: str, num_generated: int, mask: Mask, now_ns: int) -> list[Event]:
+        """What a constrained request may sample behind its num_generated tokens.
+
+        Nothing happens when it has ended. ValueError when it has another number of tokens.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        if request.slot < 0 or num_generated != len(request.generated_token_ids):
+            raise ValueError(
+                f"request {request_id!r}: a mask for {num_generated} tokens came, "
+                f"it has {len(request.generated_token_ids)}"
+            )
+        if mask.allowed is not None:
+            seat = self.seats[request.slot]
+            seat.mask, seat.mask_index = mask, num_generated
+            return []
+        if mask.is_complete:
+            return [self._finish(request, FinishReason.STOP, now_ns)]
+        return [self.cancel(request_id, FinishReason.ERROR, now_ns, *_DEAD_END)]
+
+    def flush(self) -> int:
+        """Forgets what every slot holds, also the busy ones' so far; returns the tokens of free
+        slots forgotten."""
+        num_tokens = self.num_cached_tokens
+        self.prefixes.index.forget_all()
+        return num_tokens
+
     def expire(self, now_ns: int) -> list[Event]:
         """Ends every request whose deadline is at or before now. Call it before `plan_step`."""
         return [self._expire(self.requests[i], now_ns) for i in self._deadlines.due(now_ns)]
@@ -138,7 +194,8 @@ class Scheduler:
         if not self.may_run_ahead:
             return None
         self._admit(now_ns)
-        plan = plan_rows(self.seats.values(), self.limits, self._pace)
+        num_logprobs_steps = sum(step.num_logprobs_steps for step in self.outstanding)
+        plan = plan_rows(self.seats, self.limits, self._pace, self.prefixes, num_logprobs_steps)
         if plan is None:
             return None
         command = StepCommand(self._epoch, self._next_step_id, plan.num_steps, tuple(plan.rows))
@@ -149,7 +206,7 @@ class Scheduler:
                 command.step_id,
                 plan.num_steps,
                 tuple(plan.planned),
-                plan.has_prefill,
+                bool(plan.chunks),
             )
         )
         return command
@@ -169,18 +226,21 @@ class Scheduler:
         for planned, row in zip(step.rows, result.rows, strict=True):
             seat = self._seat_of(planned)
             if seat is not None:
-                seat.num_computed += planned.num_prefill or len(row.token_ids)
-                events += self._apply_row(seat.request, row, now_ns)
+                events += self._apply_row(seat, planned, row, now_ns)
         return events
 
     def rebuild(self, epoch: int, next_step_id: int) -> None:
-        """The workers start anew, with empty slots: forgets what is outstanding and prefills again
-        every running request, in its slot, from its prompt and the tokens it has."""
+        """The workers start anew, with empty slots: forgets what is outstanding and what slots
+        held, and prefills again every running request, in its slot, from all tokens it has."""
         self._epoch = epoch
         self._next_step_id = next_step_id
         self.outstanding.clear()
+        self.prefixes.index.forget_all()
+        started: list[Seat] = []
         for seat in self.seats.values():
-            seat.restart(self.table.renew(seat.slot).generation)
+            seat.start(self.table.renew(seat.slot).generation)
+            self.prefixes.join(seat, started)
+            started.append(seat)
 
     def slot_views(self) -> list[SlotView]:
         """All slots, in order of index."""
@@ -193,16 +253,18 @@ class Scheduler:
     def _slot_view(self, slot: Slot) -> SlotView:
         seat = self.seats.get(slot.index)
         if seat is None:
-            return SlotView(slot.index, slot.generation, "free", None, 0, 0, 0)
+            num_cached = self.prefixes.index.num_tokens(slot.index)
+            return SlotView(slot.index, slot.generation, "free", None, 0, 0, 0, num_cached)
         request = seat.request
         return SlotView(
             slot.index,
             slot.generation,
             request.state.value,
-            request.request_id,
+            request.call_id,
             seat.num_computed,
             len(request.prompt_token_ids),
             len(request.generated_token_ids),
+            choice_index=request.choice_index,
         )
 
     def _live(self, request_id: str) -> Request:
@@ -222,15 +284,28 @@ class Scheduler:
         )
 
     def _admit(self, now_ns: int) -> None:
-        while self.queue and self.table.num_free:
+        while self.queue and self.table.num_spare:
             request = self.queue.pop()
-            slot = self.table.take(request.request_id)
-            request.state = RequestState.PREFILL
-            request.slot = slot.index
+            seat = self._seat(request)
+            self.prefixes.join(seat, self.seats.values())
+            self.seats[seat.slot] = seat
+            request.slot = seat.slot
             request.admitted_ns = now_ns
-            self.seats[slot.index] = Seat(
-                request, slot.index, slot.generation, request.prompt_token_ids
-            )
+
+    def _seat(self, request: Request) -> Seat:
+        known = self._known_token_ids(request)
+        index = self.prefixes.choose_slot(self.table.free(), request, known)
+        slot = self.table.take(index, request.request_id)
+        seat = Seat(request, slot.index, slot.generation, slot.decode_row, mask=request.first_mask)
+        seat.start(slot.generation, known)
+        return seat
+
+    def _known_token_ids(self, request: Request) -> array[int]:
+        """The prompt; made once for all answers to a call."""
+        for seat in self.seats.values():
+            if seat.prefill_token_ids is request.prompt_token_ids:
+                return seat.known_token_ids
+        return array("I", request.prompt_token_ids)
 
     def _count_step(self, step: Outstanding, result: StepResult) -> None:
         if step.has_prefill:
@@ -244,25 +319,45 @@ class Scheduler:
         if num_steps == step.num_steps:
             self._pace.observe(result.duration_ns, num_steps)
 
-    def _apply_row(self, request: Request, row: RowResult, now_ns: int) -> list[Event]:
+    def _apply_row(
+        self, seat: Seat, planned: PlannedRow, row: RowResult, now_ns: int
+    ) -> list[Event]:
+        request = seat.request
+        events = self._prompt_logprobs(seat, row)
+        seat.num_computed += planned.num_filled or len(row.token_ids)
         if row.corrupted:
-            return [self.cancel(request.request_id, FinishReason.ERROR, now_ns, *_CORRUPTED)]
+            self.prefixes.index.forget(seat.slot)
+            error = FinishReason.ERROR
+            return [*events, self.cancel(request.request_id, error, now_ns, *_CORRUPTED)]
         if not row.token_ids:
-            return []
+            return events
         first_index = len(request.generated_token_ids)
         matched = self._append_tokens(request, row.token_ids)
+        self.prefixes.note_tokens(seat)
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
         request.last_token_ns = now_ns
         request.state = RequestState.DECODE
         new = tuple(request.generated_token_ids[first_index:])
         self.counters.num_generated_tokens += len(new)
-        events: list[Event] = [TokenEvent(request.request_id, first_index, new)]
+        events.append(TokenEvent(request.request_id, first_index, new, row.logprobs[: len(new)]))
         if matched is not None:
             events.append(self._finish(request, FinishReason.STOP, now_ns, matched=matched))
         elif len(request.generated_token_ids) == request.max_new_tokens:
             events.append(self._finish(request, FinishReason.LENGTH, now_ns))
         return events
+
+    @staticmethod
+    def _prompt_logprobs(seat: Seat, row: RowResult) -> list[Event]:
+        """Those of a chunk that were not released before a rebuild."""
+        request = seat.request
+        num_told = request.num_prompt_logprobs_told
+        # Such a seat has no prefix: its chunk starts where its results end.
+        new = row.prompt_logprobs[num_told - seat.num_computed :] if row.prompt_logprobs else ()
+        if not new:
+            return []
+        request.num_prompt_logprobs_told += len(new)
+        return [PromptLogprobsEvent(request.request_id, num_told + 1, new)]
 
     @staticmethod
     def _append_tokens(request: Request, token_ids: tuple[int, ...]) -> int | None:
@@ -303,6 +398,9 @@ class Scheduler:
 
     def _release(self, request: Request, now_ns: int) -> None:
         del self.requests[request.request_id]
+        self.calls[request.call_id] -= 1
+        if not self.calls[request.call_id]:
+            del self.calls[request.call_id]
         self._deadlines.discard(request.request_id)
         if request.state is RequestState.WAITING:
             self.queue.remove(request.request_id)

@@ -7,14 +7,18 @@ is no polling, and no step waits for a round trip while the scheduler may run ah
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import GroupError, WorkerLostError
-from .request import Event, TokenEvent
+from .mask_runner import MaskRunner
+from .request import Event, FinishReason, Mask, Request, TokenEvent
 from .scheduler import Scheduler
 from .step import ResultError
 from .worker_group import WorkerGroup
+
+_log = logging.getLogger(__name__)
 
 # Shortest timer; an event loop may fire a little early, and then looks again.
 _MIN_TIMER_S = 0.001
@@ -89,6 +93,7 @@ class ServeLoop:
         self._group = group
         self._tell = tell
         self._silence = SilenceWatch(worker_timeout_s, self._on_silence)
+        self._masks = MaskRunner(self._on_mask)
         self._is_serving = False
         self._is_closed = False
         self._pump_is_due = False
@@ -111,6 +116,7 @@ class ServeLoop:
                 self.num_results += 1
                 events = self.scheduler.apply_result(result, time.monotonic_ns())
                 self._silence.heard(more_is_due=bool(self.scheduler.outstanding))
+                self._advance_constraints(events)
                 self._pump(events)
         except GroupError as error:
             return error
@@ -131,8 +137,31 @@ class ServeLoop:
     def close(self) -> None:
         """No more timers, and nothing is planned any more."""
         self._is_closed = True
+        self._masks.close()
         self._silence.stop()
         self._cancel_deadline_timer()
+
+    def _advance_constraints(self, events: Iterable[Event]) -> None:
+        """Finds out what may follow the tokens of constrained requests that go on."""
+        for event in events:
+            request = self.scheduler.requests.get(event.request_id)
+            if request is not None and request.constraint and isinstance(event, TokenEvent):
+                self._masks.advance(request, event.token_ids)
+
+    def _on_mask(self, request: Request, num_generated: int, mask: Mask | BaseException) -> None:
+        """Its next command goes out at once, or as soon as one less is under way."""
+        if self.scheduler.requests.get(request.request_id) is not request:
+            return
+        now_ns = time.monotonic_ns()
+        if isinstance(mask, Mask):
+            self._tell(self.scheduler.set_mask(request.request_id, num_generated, mask, now_ns))
+        else:
+            _log.error("a constraint failed", exc_info=mask)
+            message = f"the output's constraint could not be followed: {mask}"
+            error = FinishReason.ERROR
+            end = self.scheduler.cancel(request.request_id, error, now_ns, message, "INTERNAL")
+            self._tell([end])
+        self.pump_soon()
 
     def _pump_now(self) -> None:
         self._pump_is_due = False

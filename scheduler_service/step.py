@@ -132,12 +132,15 @@ class ResultError(Exception):
 
 
 class PlannedRow(NamedTuple):
-    """A row of an outstanding command: prefill tokens it computes, tokens it may sample."""
+    """A row of an outstanding command: positions that a chunk and its prefix fill, tokens that may
+    be sampled, and the logprobs that come beside."""
 
     slot: int
     generation: int
-    num_prefill: int
+    num_filled: int
     num_tokens: int
+    has_logprobs: bool = False
+    num_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,11 @@ class Outstanding:
     num_steps: int
     rows: tuple[PlannedRow, ...]
     has_prefill: bool
+
+    @property
+    def num_logprobs_steps(self) -> int:
+        """Steps that bring logprobs of sampled tokens."""
+        return self.num_steps if any(row.has_logprobs for row in self.rows) else 0
 
     def check(self, result: StepResult, stopped: Callable[[PlannedRow, RowResult], bool]) -> None:
         """ResultError unless the result answers this command, row by row.
@@ -179,6 +187,12 @@ class Outstanding:
                 f"where slot {planned.slot}, generation {planned.generation} was due"
             )
         num_tokens = len(row.token_ids)
+        due = (num_tokens if planned.has_logprobs else 0, planned.num_prompt_logprobs)
+        if (len(row.logprobs), len(row.prompt_logprobs)) != due:
+            raise ResultError(
+                f"step {self.step_id}: slot {row.slot} brought {len(row.logprobs)} logprobs and "
+                f"{len(row.prompt_logprobs)} of its prompt, {due[0]} and {due[1]} were due"
+            )
         if num_tokens > planned.num_tokens:
             raise ResultError(
                 f"step {self.step_id}: slot {row.slot} brought {num_tokens} tokens, "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .limits import Limits
+from .prefix_plan import PrefixPlan
 from .seat import Seat
 from .step import PlannedRow, PrefillChunk, Row
 
@@ -38,20 +39,23 @@ class StepPlan:
     """Rows of a command, and beside each what its result may hold."""
 
     num_steps: int
-    has_prefill: bool
     rows: list[Row] = field(default_factory=list)
     planned: list[PlannedRow] = field(default_factory=list)
+    chunks: list[tuple[Seat, PrefillChunk]] = field(default_factory=list)
 
     def add_decode(self, seat: Seat) -> None:
-        row, num_tokens = seat.take_decode(self.num_steps)
+        row, planned = seat.take_decode(self.num_steps)
         self.rows.append(row)
-        self.planned.append(PlannedRow(row.slot, row.generation, 0, num_tokens))
+        self.planned.append(planned)
 
-    def add_chunk(self, chunk: PrefillChunk) -> None:
+    def add_chunk(self, seat: Seat, max_tokens: int, prefixes: PrefixPlan) -> None:
+        prefix = None
+        if not seat.is_started:
+            prefix = prefixes.take(seat, {chunk.slot for _, chunk in self.chunks if chunk.setup})
+        chunk, planned = seat.take_chunk(max_tokens, prefix)
         self.rows.append(chunk)
-        self.planned.append(
-            PlannedRow(chunk.slot, chunk.generation, len(chunk.token_ids), int(chunk.sample))
-        )
+        self.planned.append(planned)
+        self.chunks.append((seat, chunk))
 
 
 def share_budget(lengths: Sequence[int], budget: int) -> list[int]:
@@ -71,29 +75,54 @@ def share_budget(lengths: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def plan_rows(seats: Iterable[Seat], limits: Limits, pace: StepPace) -> StepPlan | None:
+def plan_rows(
+    seats: Mapping[int, Seat],
+    limits: Limits,
+    pace: StepPace,
+    prefixes: PrefixPlan,
+    num_logprobs_steps: int = 0,
+) -> StepPlan | None:
     """A decode row for each seat that decodes, then prefill chunks; None when no seat has work.
 
-    `seats` in order of admission. A command with a chunk is one step; without, it has as many as
-    fill the window and are needed. Chunks take less of a step in which seats decode: those wait for
-    it.
+    `seats` by slot, in order of admission; num_logprobs_steps are outstanding. A command with a
+    chunk is one step; without, it has as many as fill the window and are needed. Chunks take less
+    of a step in which seats decode: those wait for it. A seat may have nothing to do for now: no
+    mask has come, what it shares is on its way, or the logprobs of enough steps are.
     """
-    decoding = [seat for seat in seats if seat.num_decode_left]
-    prefilling = [seat for seat in seats if seat.num_prefill_left]
+    spare_steps = limits.max_logprobs_steps - num_logprobs_steps
+    able = [seat for seat in seats.values() if spare_steps > 0 or not seat.has_logprobs]
+    decoding = [seat for seat in able if seat.num_decode_left]
+    prefilling = [seat for seat in able if _may_prefill(seat, seats, prefixes)]
     if not decoding and not prefilling:
         return None
-    num_steps = 1
-    if not prefilling:
-        num_steps = min(pace.num_steps(), max(seat.num_decode_left for seat in decoding))
-    plan = StepPlan(num_steps, bool(prefilling))
+    plan = StepPlan(1 if prefilling else _num_steps(decoding, limits, pace, spare_steps))
     for seat in decoding:
         plan.add_decode(seat)
     if prefilling:
         budget = limits.max_step_tokens - len(decoding)
         if decoding:
             budget = min(budget, limits.max_mixed_step_tokens)
-        shares = share_budget([seat.num_prefill_left for seat in prefilling], budget)
+        shares = share_budget([seat.num_prefill_ready for seat in prefilling], budget)
         for seat, num_tokens in zip(prefilling, shares, strict=True):
             if num_tokens:
-                plan.add_chunk(seat.take_chunk(num_tokens))
+                plan.add_chunk(seat, num_tokens, prefixes)
+    for seat, chunk in plan.chunks:
+        prefixes.note_chunk(seat, chunk)
     return plan
+
+
+def _may_prefill(seat: Seat, seats: Mapping[int, Seat], prefixes: PrefixPlan) -> bool:
+    if not seat.num_prefill_left:
+        return False
+    if not seat.is_started and prefixes.must_wait(seat, seats):
+        return False
+    return seat.num_prefill_ready > 0
+
+
+def _num_steps(decoding: Sequence[Seat], limits: Limits, pace: StepPace, spare_steps: int) -> int:
+    """Of a command of decode rows. Logprobs leave room for those of the command behind it."""
+    num_steps = min(pace.num_steps(), max(seat.num_decode_left for seat in decoding))
+    if any(seat.has_logprobs for seat in decoding):
+        share = max(1, limits.max_logprobs_steps // limits.max_outstanding)
+        num_steps = min(num_steps, share, spare_steps)
+    return num_steps

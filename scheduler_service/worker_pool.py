@@ -43,13 +43,15 @@ def agree_on_setup(
 def _check_geometry(config: EngineConfig, geometry: Geometry) -> None:
     """SetupError unless it is what was asked for, and what a scheduler can work with."""
     _expect(0, "num_slots", geometry.num_slots, config.num_slots)
+    _expect(0, "max_running", geometry.max_running, config.running_bound)
     for name in ("max_seq_len", "max_step_tokens"):
         if asked := getattr(config, name):
             _expect(0, name, getattr(geometry, name), asked)
     least = {
-        "max_step_tokens": config.num_slots,
+        "max_step_tokens": config.running_bound,
         "max_mixed_step_tokens": 1,
         "run_ahead_window_ns": 1,
+        "max_logprobs_steps": 1,
     }
     for name, bound in least.items():
         value = getattr(geometry, name)
@@ -97,11 +99,17 @@ class StepAgreement:
 
 def check_tokens(result: StepResult, vocab_size: int) -> None:
     """WorkerLostError for a token outside the vocabulary: sent back to a rank, it would be refused
-    for ever."""
+    for ever, and it has no text."""
     worst = max((max(row.token_ids, default=0) for row in result.rows), default=0)
     if worst >= vocab_size:
         raise WorkerLostError(
             0, f"sampled token id {worst} in step {result.step_id}; ids are below {vocab_size}"
+        )
+    logprobs = [one for row in result.rows for one in row.logprobs + row.prompt_logprobs]
+    worst = max((max(one.best_token_ids, default=0) for one in logprobs), default=0)
+    if worst >= vocab_size:
+        raise WorkerLostError(
+            0, f"named token id {worst} in step {result.step_id}; ids are below {vocab_size}"
         )
 
 

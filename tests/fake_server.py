@@ -17,7 +17,16 @@ import grpc
 import grpc.aio
 from fake_worker import FakeWorker, ProtocolViolation, Script
 
-from scheduler_service.step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
+from scheduler_service.request import TokenLogprobs
+from scheduler_service.step import (
+    DecodeRow,
+    LogitAdjustment,
+    PrefillChunk,
+    Prefix,
+    SlotSetup,
+    StepCommand,
+    StepResult,
+)
 from slotwise.v1 import inference_pb2
 from slotwise.worker.v1 import worker_pb2 as pb
 from slotwise.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -110,13 +119,15 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
         if self.refuse is not None:
             await context.abort(*self.refuse)
         max_seq_len = configure.max_seq_len or self.max_seq_len
-        max_step_tokens = configure.max_step_tokens or max(256, configure.num_slots)
+        max_running = configure.max_running or configure.num_slots
+        max_step_tokens = configure.max_step_tokens or max(256, max_running)
         self.worker = FakeWorker(
             configure.num_slots,
             max_seq_len,
             max_step_tokens,
             self.vocab_size,
             self.script,
+            max_running=max_running,
         )
         fields: dict[str, Any] = {
             "epoch": configure.epoch,
@@ -136,6 +147,9 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
             "max_step_tokens": max_step_tokens,
             "max_mixed_step_tokens": 256,
             "run_ahead_window_ns": 40_000_000,
+            "max_running": max_running,
+            "max_logprobs_steps": 64,
+            "prefix_reuse": pb.PREFIX_REUSE_ALL,
         }
         yield pb.RunResponse(configured=pb.Configured(**(fields | self.configured)))
 
@@ -170,26 +184,57 @@ def read_command(message: pb.StepCommand) -> StepCommand:
     rows: list[PrefillChunk | DecodeRow] = []
     for row in message.rows:
         if row.HasField("decode"):
-            rows.append(DecodeRow(row.slot, row.generation))
+            rows.append(DecodeRow(row.slot, row.generation, row.allowed_tokens))
             continue
-        chunk, setup = row.prefill, None
-        if chunk.HasField("setup"):
-            got = chunk.setup
-            setup = SlotSetup(
-                temperature=got.temperature,
-                top_p=got.top_p,
-                top_k=got.top_k,
-                min_p=got.min_p,
-                seed=got.seed,
-                end_token_ids=tuple(got.end_token_ids),
-                max_len=got.max_len,
-            )
+        chunk, prefix = row.prefill, None
+        if chunk.HasField("prefix"):
+            got = chunk.prefix
+            prefix = Prefix(got.source_slot, got.source_generation, got.length)
         rows.append(
             PrefillChunk(
-                row.slot, row.generation, chunk.start, tuple(chunk.token_ids), chunk.sample, setup
+                row.slot,
+                row.generation,
+                chunk.start,
+                tuple(chunk.token_ids),
+                chunk.sample,
+                read_setup(chunk.setup) if chunk.HasField("setup") else None,
+                prefix,
+                chunk.next_token_id if chunk.HasField("next_token_id") else None,
+                row.allowed_tokens,
             )
         )
     return StepCommand(message.epoch, message.step_id, message.num_steps, tuple(rows))
+
+
+def read_setup(got: pb.SlotSetup) -> SlotSetup:
+    return SlotSetup(
+        temperature=got.temperature,
+        top_p=got.top_p,
+        top_k=got.top_k,
+        min_p=got.min_p,
+        seed=got.seed,
+        end_token_ids=tuple(got.end_token_ids),
+        max_len=got.max_len,
+        num_logprobs=got.num_logprobs if got.HasField("num_logprobs") else None,
+        num_prompt_logprobs=got.num_prompt_logprobs
+        if got.HasField("num_prompt_logprobs")
+        else None,
+        decode_row=got.decode_row,
+        masked=got.masked,
+        adjustment=read_adjustment(got.adjustment) if got.HasField("adjustment") else None,
+    )
+
+
+def read_adjustment(got: pb.LogitAdjustment) -> LogitAdjustment:
+    return LogitAdjustment(
+        frequency_penalty=got.frequency_penalty,
+        presence_penalty=got.presence_penalty,
+        repetition_penalty=got.repetition_penalty,
+        prompt_token_ids=tuple(got.prompt_token_ids),
+        generated_token_ids=tuple(got.generated_token_ids),
+        biases=tuple(zip(got.bias_token_ids, got.biases, strict=True)),
+        min_len=got.min_len,
+    )
 
 
 def result_message(result: StepResult, with_rows: bool) -> pb.StepResult:
@@ -199,6 +244,8 @@ def result_message(result: StepResult, with_rows: bool) -> pb.StepResult:
             generation=row.generation,
             token_ids=row.token_ids,
             corrupted=row.corrupted,
+            logprobs=map(logprobs_message, row.logprobs),
+            prompt_logprobs=map(logprobs_message, row.prompt_logprobs),
         )
         for row in result.rows
     ]
@@ -208,6 +255,15 @@ def result_message(result: StepResult, with_rows: bool) -> pb.StepResult:
         digest=result.digest,
         rows=rows if with_rows else [],
         duration_ns=result.duration_ns,
+    )
+
+
+def logprobs_message(one: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=one.logprob,
+        rank=one.rank,
+        best_token_ids=one.best_token_ids,
+        best_logprobs=one.best_logprobs,
     )
 
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from fake_server import FakeWorkerServer
-from fake_worker import CORRUPTED, FakeWorker, ProtocolViolation, Script, tokens_alone
+from fake_worker import (
+    CORRUPTED,
+    FakeConstraint,
+    FakeWorker,
+    ProtocolViolation,
+    Script,
+    tokens_alone,
+)
 
 __all__ = [
     "CORRUPTED",
+    "FakeConstraint",
     "FakeWorker",
     "FakeWorkerServer",
     "ProtocolViolation",

@@ -8,13 +8,16 @@ from typing import Any
 
 from fakes import FakeWorker, Script, tokens_alone
 from scheduler_service.limits import Limits
+from scheduler_service.prefix_index import PrefixReuse
 from scheduler_service.request import (
     Event,
     FinishedEvent,
     FinishReason,
+    PromptLogprobsEvent,
     Request,
     Sampling,
     TokenEvent,
+    TokenLogprobs,
 )
 from scheduler_service.scheduler import Scheduler
 from scheduler_service.step import StepCommand
@@ -22,8 +25,8 @@ from scheduler_service.step import StepCommand
 STEP_NS = 1_000_000
 
 
-def make_limits(**changes: int) -> Limits:
-    limits = {
+def make_limits(**changes: Any) -> Limits:
+    limits: dict[str, Any] = {
         "num_slots": 2,
         "max_seq_len": 64,
         "max_step_tokens": 8,
@@ -33,7 +36,10 @@ def make_limits(**changes: int) -> Limits:
         "max_outstanding": 2,
         "max_steps_per_command": 8,
         "run_ahead_window_ns": 30 * STEP_NS,
+        "max_logprobs_steps": 64,
+        "prefix_reuse": PrefixReuse.ALL,
     }
+    limits["max_running"] = changes.get("num_slots", limits["num_slots"])
     return Limits(**limits | changes)
 
 
@@ -58,6 +64,8 @@ class Told:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: FinishedEvent | None = None
 
     def take(self, event: Event) -> None:
@@ -65,9 +73,18 @@ class Told:
         if isinstance(event, FinishedEvent):
             self.end = event
             return
+        if isinstance(event, PromptLogprobsEvent):
+            assert not self.tokens, "prompt logprobs after a token"
+            assert event.first_index == len(self.prompt_logprobs) + 1, "a gap or an overlap"
+            assert event.logprobs, "an empty event"
+            self.prompt_logprobs += event.logprobs
+            return
         assert event.token_ids, "an empty token event"
         assert event.first_index == len(self.tokens), "a gap or an overlap"
         self.tokens += event.token_ids
+        self.logprobs += event.logprobs
+        wants = self.request.num_logprobs is not None
+        assert len(event.logprobs) == (len(event.token_ids) if wants else 0)
 
 
 class Driver:
@@ -82,6 +99,8 @@ class Driver:
         self.epoch = 1
         self.sent: deque[StepCommand] = deque()
         self.told: dict[str, Told] = {}
+        # Constrained requests whose tokens a mask is due for, with those tokens.
+        self.masks_due: dict[str, tuple[int, ...]] = {}
         # In order; a dict for its order and its speed.
         self.admitted: dict[str, None] = {}
         self.worker = self._new_worker()
@@ -94,12 +113,16 @@ class Driver:
             self.vocab_size,
             self.script,
             STEP_NS,
+            max_running=self.limits.max_running,
+            reuse=self.limits.prefix_reuse,
         )
 
-    def submit(self, request: Request) -> int:
-        request.arrival_ns = self.now_ns
-        position = self.scheduler.submit(request)
-        self.told[request.request_id] = Told(request)
+    def submit(self, *requests: Request) -> int:
+        """One call."""
+        for request in requests:
+            request.arrival_ns = self.now_ns
+        position = self.scheduler.submit(requests)
+        self.told.update((request.request_id, Told(request)) for request in requests)
         return position
 
     def plan(self) -> StepCommand | None:
@@ -123,6 +146,19 @@ class Driver:
         self._tell(events)
         return events
 
+    def give_mask(self, request_id: str) -> None:
+        """A constraint's answer comes, be its request still there or not."""
+        token_ids = self.masks_due.pop(request_id)
+        request = self.told[request_id].request
+        assert request.constraint is not None
+        mask = request.constraint.advance(token_ids)
+        num_generated = len(request.generated_token_ids)
+        self._tell(self.scheduler.set_mask(request_id, num_generated, mask, self.now_ns))
+
+    def give_masks(self) -> None:
+        for request_id in list(self.masks_due):
+            self.give_mask(request_id)
+
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._tell([self.scheduler.cancel(request_id, reason, self.now_ns)])
 
@@ -138,10 +174,12 @@ class Driver:
         self.scheduler.rebuild(self.epoch, next_step_id=3)
 
     def step(self) -> list[Event]:
-        """Plans while it can, then one answer."""
+        """Plans while it can, then one answer and the masks for its tokens."""
         while self.plan() is not None:
             pass
-        return self.answer() if self.sent else []
+        events = self.answer() if self.sent else []
+        self.give_masks()
+        return events
 
     def run(self, max_steps: int = 100_000) -> None:
         """Until nothing waits, runs or is due."""
@@ -158,4 +196,6 @@ class Driver:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             self.told[event.request_id].take(event)
-            assert isinstance(event, TokenEvent | FinishedEvent)
+            request = self.scheduler.requests.get(event.request_id)
+            if request is not None and request.constraint and isinstance(event, TokenEvent):
+                self.masks_due[event.request_id] = event.token_ids

@@ -18,6 +18,8 @@ STDLIB_ONLY = {
     "errors",
     "integrity",
     "limits",
+    "prefix_index",
+    "prefix_plan",
     "request",
     "request_queue",
     "scheduler",

@@ -7,6 +7,7 @@ import pytest
 
 from scheduler_service.config import Config, ConfigError, join_address, parse_arguments
 from scheduler_service.engine_types import EngineConfig, Geometry
+from scheduler_service.prefix_index import PrefixReuse
 
 ENGINE = EngineConfig(model_dir="m")
 CONFIG = Config(model_dir=Path("m"), engine=ENGINE)
@@ -18,6 +19,7 @@ def test_the_command_line_without_flags_gives_the_defaults():
 
 def test_flags_arrive():
     flags = "--model m --host :: --port 0 --tp 2 --num-slots 4 --max-seq-len 64 --dtype bfloat16"
+    flags += " --max-running 3"
     flags += " --kv-dtype float16 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
     flags += " --device cpu --max-mixed-step-tokens 5"
     flags += " --served-name n --threads 2 --run-ahead-window-ms 2.5 --worker-timeout 7"
@@ -28,6 +30,7 @@ def test_flags_arrive():
     assert (config.log_format, config.log_level) == ("json", "debug")
     engine = config.engine
     assert (engine.world_size, engine.num_slots, engine.max_seq_len) == (2, 4, 64)
+    assert (engine.max_running, engine.running_bound) == (3, 3)
     assert (engine.weight_dtype, engine.kv_dtype) == ("bfloat16", "float16")
     assert (engine.max_step_tokens, engine.max_mixed_step_tokens) == (9, 5)
     assert (engine.max_queue_len, engine.num_threads, engine.device) == (3, 2, "cpu")
@@ -41,6 +44,11 @@ def test_given_workers_are_not_spawned():
     assert (config.engine.world_size, config.engine.model_dir) == (2, "")
 
 
+def test_all_slots_run_where_nothing_else_is_asked_for():
+    config = parse_arguments(["--model", "m", "--num-slots", "300"])
+    assert (config.engine.max_running, config.engine.running_bound) == (0, 300)
+
+
 def test_a_step_that_is_given_holds_all_slots():
     assert parse_arguments(["--model", "m", "--num-slots", "300"]).engine.max_step_tokens == 0
     with pytest.raises(ConfigError, match=r"max_step_tokens is 256, below num_slots 300"):
@@ -48,10 +56,14 @@ def test_a_step_that_is_given_holds_all_slots():
 
 
 def test_the_advice_of_the_workers_holds_where_nothing_is_asked_for():
-    geometry = Geometry(8, 64, 2, 100, "f", "float32", "float32", 2048, 512, 10_000_000)
+    geometry = Geometry(
+        8, 64, 2, 100, "f", "float32", "float32", 2048, 512, 10_000_000, 5, 9, PrefixReuse.PREFILL
+    )
     limits = ENGINE.limits(geometry)
     assert (limits.max_step_tokens, limits.max_mixed_step_tokens) == (2048, 512)
     assert limits.run_ahead_window_ns == 10_000_000
+    assert (limits.max_running, limits.max_logprobs_steps) == (5, 9)
+    assert limits.prefix_reuse is PrefixReuse.PREFILL
     asked = replace(ENGINE, max_mixed_step_tokens=100, run_ahead_window_ns=5).limits(geometry)
     assert (asked.max_mixed_step_tokens, asked.run_ahead_window_ns) == (100, 5)
 
@@ -63,6 +75,9 @@ def test_the_advice_of_the_workers_holds_where_nothing_is_asked_for():
         ({"worker_addresses": ("a:1",), "world_size": 2}, "1 addresses, and tp is 2"),
         ({"model_dir": ""}, "neither"),
         ({"num_slots": 0}, "num_slots is 0; 1 to"),
+        ({"max_running": 9}, "max_running is 9; 0 to 8"),
+        ({"max_running": -1}, "max_running is -1"),
+        ({"max_running": 4, "max_step_tokens": 3}, "below max_running 4"),
         ({"max_seq_len": -1}, "max_seq_len is -1"),
         ({"max_seq_len": 1}, "max_seq_len is 1"),
         ({"max_queue_len": 0}, "max_queue_len is 0"),

@@ -105,7 +105,7 @@ async def test_requests_get_their_tokens(tmp_path, world_size):
         requests = [
             make_request(f"r{i}", (i, 2, 3) * (i + 1), 30 - i, seed=2**64 - 1 - i) for i in range(8)
         ]
-        streams = [rig.engine.submit(request) for request in requests]
+        streams = [rig.engine.submit([request]) for request in requests]
         assert [stream.queue_position for stream in streams] == [0, 0, 0, 1, 2, 3, 4, 5]
         for request, (tokens, end) in zip(
             requests, await asyncio.gather(*map(read, streams)), strict=True
@@ -142,13 +142,13 @@ async def test_b36_not_ready_before_a_real_step_on_all_ranks(tmp_path):
     try:
         await rig.until(lambda: len(rig.progress) == 2)
         with pytest.raises(UnavailableError, match="starting"):
-            rig.engine.submit(make_request("early"))
+            rig.engine.submit([make_request("early")])
         for worker in rig.workers:
             worker.load_gate.set()
         await rig.until(lambda: rig.workers[1].num_waiting == 1 and rig.workers[0].commands)
         assert rig.engine.state is EngineState.STARTING
         with pytest.raises(UnavailableError, match="starting"):
-            rig.engine.submit(make_request("early"))
+            rig.engine.submit([make_request("early")])
         assert not start.done()
         rig.workers[1].resume()
         await start
@@ -163,13 +163,13 @@ async def test_b36_not_ready_before_a_real_step_on_all_ranks(tmp_path):
 async def test_b34_a_dead_worker_is_noticed_and_the_streams_go_on(tmp_path, world_size):
     async with running(tmp_path, world_size=world_size) as rig:
         requests = [make_request(f"r{i}", (i, 5), 200, seed=i) for i in range(3)]
-        streams = [rig.engine.submit(request) for request in requests]
+        streams = [rig.engine.submit([request]) for request in requests]
         before = [await read_some(stream, 5) for stream in streams[:2]]
         epoch = rig.engine.info().epoch
         await rig.workers[-1].die()
         # Long before worker_timeout_s (30 s): the broken stream itself is seen.
         await rig.until_state(EngineState.RECOVERING)
-        queued = rig.engine.submit(make_request("queued", (9,), 3))
+        queued = rig.engine.submit([make_request("queued", (9,), 3)])
         await rig.workers[-1].start()
         await rig.until_state(EngineState.READY)
         assert rig.states == [EngineState.READY, EngineState.RECOVERING, EngineState.READY]
@@ -203,7 +203,7 @@ async def test_a_worker_that_dies_while_idle_is_noticed(tmp_path):
 async def test_b35_a_wedged_worker_is_noticed(tmp_path):
     async with running(tmp_path, worker_timeout_s=0.3) as rig:
         request = make_request("a", (1, 2), 150)
-        stream = rig.engine.submit(request)
+        stream = rig.engine.submit([request])
         head = await read_some(stream, 3)
         rig.workers[0].hang()
         await rig.until_state(EngineState.RECOVERING)
@@ -214,7 +214,7 @@ async def test_b35_a_wedged_worker_is_noticed(tmp_path):
 
 async def test_b35_idle_is_not_silence(tmp_path):
     async with running(tmp_path, worker_timeout_s=0.05) as rig:
-        await read(rig.engine.submit(make_request("a")))
+        await read(rig.engine.submit([make_request("a")]))
         assert rig.engine.load().engine_silence_ns == 0
         watch = rig.engine._loop._silence
         await rig.until(lambda: watch._timer is None)
@@ -224,7 +224,7 @@ async def test_b35_idle_is_not_silence(tmp_path):
 async def test_b24_a_wrong_digest_is_loud_and_no_token_of_it_is_released(tmp_path, caplog):
     async with running(tmp_path, world_size=2) as rig:
         request = make_request("a", (1, 2), 150)
-        stream = rig.engine.submit(request)
+        stream = rig.engine.submit([request])
         head = await read_some(stream, 3)
         rig.workers[1].wrong_digest = True
         await rig.until_state(EngineState.RECOVERING)
@@ -236,7 +236,7 @@ async def test_b24_a_wrong_digest_is_loud_and_no_token_of_it_is_released(tmp_pat
 async def test_an_aborted_step_restarts_the_group(tmp_path):
     async with running(tmp_path, world_size=2) as rig:
         request = make_request("a", (1, 2), 150)
-        stream = rig.engine.submit(request)
+        stream = rig.engine.submit([request])
         head = await read_some(stream, 3)
         rig.workers[1].abort_step = True
         await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
@@ -246,7 +246,7 @@ async def test_an_aborted_step_restarts_the_group(tmp_path):
 async def test_a_token_outside_the_vocabulary_is_not_released(tmp_path, caplog):
     async with running(tmp_path) as rig:
         request = make_request("a", (1, 2), 150)
-        stream = rig.engine.submit(request)
+        stream = rig.engine.submit([request])
         head = await read_some(stream, 3)
         rig.workers[0].worker.script = lambda tokens: 1000
         await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
@@ -258,18 +258,18 @@ async def test_results_of_an_old_epoch_are_dropped(tmp_path):
     async with running(tmp_path, worker_timeout_s=0.3) as rig:
         rig.workers[0].wrong_epoch = True
         request = make_request("a", (1, 2), 20)
-        tokens, _ = await read(rig.engine.submit(request))
+        tokens, _ = await read(rig.engine.submit([request]))
         assert tokens == tokens_alone(request)
         assert EngineState.RECOVERING in rig.states, "the result that was due never came"
 
 
 async def test_a_recovery_past_its_bound_ends_requests_and_goes_on_trying(tmp_path):
     async with running(tmp_path, recovery_timeout_s=0.2) as rig:
-        running_stream = rig.engine.submit(make_request("a", (1, 2), 200))
+        running_stream = rig.engine.submit([make_request("a", (1, 2), 200)])
         await read_some(running_stream, 2)
         await rig.workers[0].die()
         await rig.until_state(EngineState.RECOVERING)
-        queued = rig.engine.submit(make_request("q"))
+        queued = rig.engine.submit([make_request("q")])
         await rig.until_state(EngineState.DOWN)
         for stream in (running_stream, queued):
             async for event in stream:
@@ -277,11 +277,11 @@ async def test_a_recovery_past_its_bound_ends_requests_and_goes_on_trying(tmp_pa
             assert (last.reason, last.status) == (FinishReason.ERROR, "UNAVAILABLE")
             assert "0.2 s" in last.message
         with pytest.raises(UnavailableError, match="have not come back"):
-            rig.engine.submit(make_request("b"))
+            rig.engine.submit([make_request("b")])
         await rig.workers[0].start()
         await rig.until_state(EngineState.READY)
         request = make_request("c")
-        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)
 
 
 async def test_a_request_that_kills_every_group_is_ended(tmp_path):
@@ -295,12 +295,12 @@ async def test_a_request_that_kills_every_group_is_ended(tmp_path):
         await rig.workers[0].die()
         await rig.workers[0].start()
         await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
-        _, end = await read(rig.engine.submit(make_request("poison", (666,))))
+        _, end = await read(rig.engine.submit([make_request("poison", (666,))]))
         assert (end.reason, end.status) == (FinishReason.ERROR, "UNAVAILABLE")
         assert "3 times in a row" in end.message
         await rig.until_state(EngineState.READY)
         request = make_request("good")
-        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)
 
 
 async def test_a_set_up_that_cannot_work_is_fatal_with_the_workers_words(tmp_path):
@@ -363,14 +363,14 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path):
 
 async def test_b09_cancelled_requests_free_their_slots(tmp_path):
     async with running(tmp_path) as rig:
-        streams = [rig.engine.submit(make_request(f"r{i}", (i, 1), 250)) for i in range(2)]
+        streams = [rig.engine.submit([make_request(f"r{i}", (i, 1), 250)]) for i in range(2)]
         for stream in streams:
             await read_some(stream, 5)
         for i in range(2):
             rig.engine.cancel(f"r{i}")
         assert rig.engine.load().num_running == 0
         request = make_request("ninth", (3,), 2)
-        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)
         assert rig.engine.load().counters.cancelled == 2
         for stream in streams:
             async for event in stream:
@@ -385,7 +385,7 @@ async def test_b12_a_deadline_ends_a_request_though_no_result_comes(tmp_path):
         rig.workers[0].hang()
         running_ = make_request("a", deadline_ns=rig.engine.now_ns() + 50_000_000)
         queued = make_request("b", deadline_ns=rig.engine.now_ns() + 60_000_000)
-        streams = [rig.engine.submit(request) for request in (running_, queued)]
+        streams = [rig.engine.submit([request]) for request in (running_, queued)]
         for stream in streams:
             _, end = await read(stream)
             assert end.reason is FinishReason.DEADLINE
@@ -396,7 +396,7 @@ async def test_b12_a_deadline_ends_a_request_though_no_result_comes(tmp_path):
 
 async def test_stop_request(tmp_path):
     async with running(tmp_path) as rig:
-        stream = rig.engine.submit(make_request("a", (1, 2), 250))
+        stream = rig.engine.submit([make_request("a", (1, 2), 250)])
         await read_some(stream, 4)
         assert rig.engine.stop_request("a", 3)
         assert not rig.engine.stop_request("a", 3)
@@ -408,25 +408,25 @@ async def test_stop_request(tmp_path):
 async def test_refusals_of_submit(tmp_path):
     async with running(tmp_path, max_queue_len=1) as rig:
         rig.workers[0].hang()
-        rig.engine.submit(make_request("a"))
+        rig.engine.submit([make_request("a")])
         with pytest.raises(DuplicateRequestError):
-            rig.engine.submit(make_request("a"))
-        rig.engine.submit(make_request("b"))
-        rig.engine.submit(make_request("c"))
+            rig.engine.submit([make_request("a")])
+        rig.engine.submit([make_request("b")])
+        rig.engine.submit([make_request("c")])
         with pytest.raises(QueueFullError):
-            rig.engine.submit(make_request("d"))
+            rig.engine.submit([make_request("d")])
         rig.workers[0].resume()
 
 
 async def test_b41_drain_lets_running_requests_finish(tmp_path):
     async with running(tmp_path) as rig:
         requests = [make_request(f"r{i}", (i, 1), 200) for i in range(4)]
-        streams = [rig.engine.submit(request) for request in requests]
+        streams = [rig.engine.submit([request]) for request in requests]
         await read_some(streams[0], 1)
         drain = asyncio.create_task(rig.engine.drain(PATIENCE_S))
         await rig.until_state(EngineState.DRAINING)
         with pytest.raises(UnavailableError, match="shutting down"):
-            rig.engine.submit(make_request("late"))
+            rig.engine.submit([make_request("late")])
         for stream in streams[1:]:
             tokens, end = await read(stream)
             assert (len(tokens), end.reason) == (200, FinishReason.LENGTH)
@@ -438,7 +438,7 @@ async def test_b41_drain_lets_running_requests_finish(tmp_path):
 async def test_b41_what_outlives_the_grace_ends_unavailable(tmp_path):
     async with running(tmp_path) as rig:
         rig.workers[0].hang()
-        stream = rig.engine.submit(make_request("a"))
+        stream = rig.engine.submit([make_request("a")])
         await rig.engine.drain(0.05)
         _, end = await read(stream)
         assert (end.reason, end.status) == (FinishReason.ERROR, "UNAVAILABLE")
@@ -448,7 +448,7 @@ async def test_b41_what_outlives_the_grace_ends_unavailable(tmp_path):
 async def test_drain_survives_the_loss_of_a_worker(tmp_path):
     async with running(tmp_path) as rig:
         request = make_request("a", (1, 2), 200)
-        stream = rig.engine.submit(request)
+        stream = rig.engine.submit([request])
         head = await read_some(stream, 3)
         drain = asyncio.create_task(rig.engine.drain(PATIENCE_S))
         await rig.until_state(EngineState.DRAINING)
@@ -461,9 +461,9 @@ async def test_drain_survives_the_loss_of_a_worker(tmp_path):
 
 async def test_a_slow_reader_stops_nobody(tmp_path):
     async with running(tmp_path) as rig:
-        unread = rig.engine.submit(make_request("slow", (1,), 200))
+        unread = rig.engine.submit([make_request("slow", (1,), 200)])
         request = make_request("fast", (2,), 200)
-        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)
         await rig.until(lambda: rig.engine.load().num_running == 0)
         events = unread.take_ready()
         assert sum(len(event.token_ids) for event in events[:-1]) == 200
@@ -472,7 +472,7 @@ async def test_a_slow_reader_stops_nobody(tmp_path):
 
 async def test_a_bug_of_ours_ends_requests_internal_and_service_goes_on(tmp_path, monkeypatch):
     async with running(tmp_path) as rig:
-        stream = rig.engine.submit(make_request("a", (1, 2), 200))
+        stream = rig.engine.submit([make_request("a", (1, 2), 200)])
         await read_some(stream, 2)
         scheduler = rig.engine._loop.scheduler
         monkeypatch.setattr(scheduler, "plan_step", lambda now_ns: 1 // 0)
@@ -481,21 +481,21 @@ async def test_a_bug_of_ours_ends_requests_internal_and_service_goes_on(tmp_path
         assert (last.reason, last.status) == (FinishReason.ERROR, "INTERNAL")
         await rig.until_state(EngineState.READY)
         request = make_request("b")
-        assert (await read(rig.engine.submit(request)))[0] == tokens_alone(request)
+        assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)
         assert rig.engine.load().counters.accepted == 2
 
 
 async def test_a_bug_while_idle_is_not_lost_in_a_callback(tmp_path, monkeypatch):
     async with running(tmp_path) as rig:
         monkeypatch.setattr(rig.engine._loop.scheduler, "plan_step", lambda now_ns: 1 // 0)
-        _, end = await read(rig.engine.submit(make_request("a")))
+        _, end = await read(rig.engine.submit([make_request("a")]))
         assert (end.reason, end.status) == (FinishReason.ERROR, "INTERNAL")
         await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
 
 
 async def test_a_bug_amid_a_result_leaves_no_stream_without_an_end(tmp_path, monkeypatch):
     async with running(tmp_path) as rig:
-        stream = rig.engine.submit(make_request("a", (1, 2), 200))
+        stream = rig.engine.submit([make_request("a", (1, 2), 200)])
         await read_some(stream, 2)
         scheduler = rig.engine._loop.scheduler
 
@@ -512,10 +512,10 @@ async def test_a_bug_amid_a_result_leaves_no_stream_without_an_end(tmp_path, mon
 
 async def test_nothing_is_left_after_stop(tmp_path):
     async with running(tmp_path, world_size=2) as rig:
-        rig.engine.submit(make_request("a", (1, 2), 200))
+        rig.engine.submit([make_request("a", (1, 2), 200)])
         await rig.engine.stop()
         names = {task.get_name() for task in asyncio.all_tasks()}
         assert not {name for name in names if name == "engine" or name.startswith("worker")}
         with pytest.raises(UnavailableError, match="stopped"):
-            rig.engine.submit(make_request("b"))
+            rig.engine.submit([make_request("b")])
         await rig.engine.stop()

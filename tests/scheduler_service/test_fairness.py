@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from scheduler_driver import Driver, make_limits, make_request
 
+from scheduler_service.prefix_index import PrefixReuse
+
 STEP_NS = 500_000
 PROMPT_TOKEN_NS = 4_000
 MAX_STEP = 2048
@@ -23,6 +25,8 @@ def make_driver() -> Driver:
         max_mixed_step_tokens=MAX_MIXED,
         max_steps_per_command=32,
         run_ahead_window_ns=4 * STEP_NS,
+        # Prompts of one token id each would all be found.
+        prefix_reuse=PrefixReuse.NONE,
     )
     driver = Driver(limits)
     driver.worker.step_ns = STEP_NS

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from scheduler_driver import Driver, make_limits, make_request
 
 from scheduler_service.integrity import IntegrityError
-from scheduler_service.request import RequestState
+from scheduler_service.request import FinishReason, RequestState
 
 
 @pytest.fixture
@@ -57,6 +59,50 @@ def wedge(scheduler):
     scheduler.seats[0].num_generated_planned = 9
 
 
+def swap_decode_row(scheduler):
+    scheduler.seats[0].decode_row = 1
+
+
+def share_a_decode_row(scheduler):
+    scheduler.table[1].decode_row = scheduler.seats[1].decode_row = 0
+
+
+def miscount_a_call(scheduler):
+    scheduler.calls["a"] += 1
+
+
+def keep_the_last_token(scheduler):
+    request = scheduler.seats[0].request
+    kept = scheduler.prefixes.index.kept(0)
+    kept.token_ids.append(request.generated_token_ids[-1])
+
+
+def keep_what_is_not_its_own(scheduler):
+    kept = scheduler.prefixes.index.kept(0)
+    kept.token_ids = array("I", [1, 1, 1, 1, 1, 2])
+
+
+def keep_of_the_future(scheduler):
+    kept = scheduler.prefixes.index.kept(0)
+    kept.generation, kept.token_ids = 9, kept.token_ids[:6]
+
+
+def wait_for_nobody(scheduler):
+    """Seat 0 has an ear for a seat that says it will write and never does."""
+    first = scheduler.seats[0]
+    scheduler.cancel("b", FinishReason.CANCELLED, 0)
+    scheduler._admit(0)
+    first.prefill_token_ids += (7,)
+    first.num_generated_planned -= 1
+    scheduler.seats[1].ahead = [(first, 500)]
+    scheduler.seats.pop(0)
+    scheduler.seats[0] = first
+
+
+def mask_of_the_future(scheduler):
+    scheduler.seats[0].mask_index = 9
+
+
 @pytest.mark.parametrize(
     ("crime", "words"),
     [
@@ -69,6 +115,14 @@ def wedge(scheduler):
         (plan_past_the_limit, "10 planned"),
         (compute_more_than_planned, "60 positions computed"),
         (wedge, "slot 0, request 'a': makes no progress"),
+        (swap_decode_row, "slot 0 has decode row 0, its seat 1"),
+        (share_a_decode_row, "their decode rows are"),
+        (miscount_a_call, "counted as {'a': 2"),
+        (keep_the_last_token, "slot 0, request 'a': keeps"),
+        (keep_what_is_not_its_own, "slot 0, request 'a': keeps 6 tokens, of its own"),
+        (keep_of_the_future, "keeps 6 tokens of generation 9"),
+        (wait_for_nobody, "slot 1, request 'c': waits for a prefix"),
+        (mask_of_the_future, "a mask for 9 tokens"),
     ],
 )
 def test_a_contradiction_is_named(d, crime, words):

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_driver import make_limits
+from scheduler_driver import make_limits, make_request
+
+from fakes import FakeConstraint
+from scheduler_service.errors import InvalidArgumentError
+from scheduler_service.request import Mask
 
 
 @pytest.mark.parametrize(
@@ -9,7 +13,10 @@ from scheduler_driver import make_limits
     [
         ("num_slots", 0),
         ("max_seq_len", 1),
+        ("max_running", 0),
+        ("max_running", 5),
         ("max_step_tokens", 3),
+        ("max_logprobs_steps", 0),
         ("max_mixed_step_tokens", 0),
         ("max_queue_len", 0),
         ("max_queued_tokens", -1),
@@ -21,6 +28,26 @@ from scheduler_driver import make_limits
 def test_a_limit_that_cannot_hold_is_named_with_its_value(field, value):
     with pytest.raises(ValueError, match=rf"{field} is {value}|{field} .*{value}"):
         make_limits(**{"num_slots": 4, field: value})
+
+
+def test_a_step_holds_a_row_of_all_that_run_not_of_all_slots():
+    assert make_limits(num_slots=64, max_running=3, max_step_tokens=3).max_step_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"), [(None, ValueError), (Mask(None, True), InvalidArgumentError)]
+)
+def test_a_constraint_that_cannot_begin(mask, error):
+    request = make_request("a", constraint=FakeConstraint(3, 1000), first_mask=mask)
+    with pytest.raises(error, match="constraint"):
+        make_limits().check(request)
+
+
+def test_more_answers_than_can_ever_wait():
+    limits = make_limits(max_queue_len=3, num_slots=2)
+    limits.check_number(5)
+    with pytest.raises(InvalidArgumentError, match=r"n.*is 6; at most 5"):
+        limits.check_number(6)
 
 
 def test_the_least_limits():

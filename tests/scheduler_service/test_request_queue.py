@@ -8,7 +8,7 @@ from scheduler_service.request_queue import Deadlines, RequestQueue
 
 
 def push(queue, request_id, num_tokens=3, spare=0):
-    queue.push(make_request(request_id, (1,) * num_tokens), spare, retry_after_s=1.5)
+    queue.push([make_request(request_id, (1,) * num_tokens)], spare, retry_after_s=1.5)
 
 
 def test_first_in_first_out():

@@ -172,7 +172,7 @@ def test_decode_rows_come_first_and_the_budget_holds():
 def test_chunks_take_less_of_a_step_while_a_slot_decodes():
     d = driver(num_slots=2, max_step_tokens=20, max_mixed_step_tokens=5, max_outstanding=1)
     d.submit(make_request("a", tuple(range(30)), max_new_tokens=4))
-    d.submit(make_request("b", tuple(range(30)), max_new_tokens=2))
+    d.submit(make_request("b", tuple(range(40, 70)), max_new_tokens=2))
     sizes = []
     while not d.scheduler.is_empty:
         command = d.plan()

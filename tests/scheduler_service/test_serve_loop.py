@@ -74,7 +74,7 @@ async def what_happens(delay_s=0.0, **fields):
     order = []
     limits = make_limits(num_slots=1, max_outstanding=1, max_steps_per_command=1)
     scheduler = Scheduler(limits)
-    scheduler.submit(make_request("a", max_new_tokens=3, **fields))
+    scheduler.submit([make_request("a", max_new_tokens=3, **fields)])
     loop = ServeLoop(scheduler, LocalGroup(order, delay_s), order.extend, worker_timeout_s=60)
     await loop.serve()
     loop.close()
@@ -113,7 +113,7 @@ async def test_a_command_is_on_its_way_before_the_next_one_is_planned():
     loop = ServeLoop(scheduler, group, list, worker_timeout_s=60)
     serving = asyncio.create_task(loop.serve())
     await asyncio.sleep(0)
-    scheduler.submit(make_request("a", max_new_tokens=5))
+    scheduler.submit([make_request("a", max_new_tokens=5)])
     loop.pump_soon()
     counts = []
     for _ in range(4):
@@ -158,7 +158,7 @@ async def test_a_first_token_goes_out_before_a_command_that_workers_need_not_wai
     group, told = PacedGroup(order), Told(order)
     limits = make_limits(num_slots=1, max_outstanding=2, max_steps_per_command=1)
     scheduler = Scheduler(limits)
-    scheduler.submit(make_request("a", max_new_tokens=9))
+    scheduler.submit([make_request("a", max_new_tokens=9)])
     loop = ServeLoop(scheduler, group, told, worker_timeout_s=60)
     serving = asyncio.create_task(loop.serve())
 
@@ -181,7 +181,7 @@ async def test_a_first_token_goes_out_before_a_command_that_workers_need_not_wai
 async def test_nothing_is_planned_or_told_after_the_close():
     told = []
     scheduler = Scheduler(make_limits(num_slots=1))
-    scheduler.submit(make_request("a", max_new_tokens=3, deadline_ns=1))
+    scheduler.submit([make_request("a", max_new_tokens=3, deadline_ns=1)])
     loop = ServeLoop(scheduler, SilentGroup(), told.extend, worker_timeout_s=60)
     loop.pump_soon()
     loop.close()

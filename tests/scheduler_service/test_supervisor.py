@@ -75,7 +75,7 @@ async def test_b34_b35_a_killed_or_stopped_worker_is_replaced(lethal):
     timeout_s = 0.5 if lethal is signal.SIGSTOP else 2 * PATIENCE_S
     async with spawned_engine(2, worker_timeout_s=timeout_s) as (engine, supervisor, states):
         request = make_request("a", (1, 2), 380)
-        stream = engine.submit(request)
+        stream = engine.submit([request])
         tokens = list((await anext(stream)).token_ids)
         before = pids(supervisor)
         os.kill(before[1], lethal)

@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 
 from fakes import FakeWorkerServer
 from scheduler_service.engine_types import EngineConfig, Geometry, WorkerConfigured, WorkerReport
 from scheduler_service.errors import DigestMismatchError, SetupError, WorkerLostError
+from scheduler_service.prefix_index import PrefixReuse
+from scheduler_service.request import TokenLogprobs
 from scheduler_service.step import RowResult, StepResult
 from scheduler_service.worker_group import warm_up_commands
 from scheduler_service.worker_pool import (
     StepAgreement,
     WorkerPool,
     agree_on_setup,
+    check_tokens,
     choose_rendezvous,
     is_local,
 )
@@ -106,8 +110,10 @@ async def test_a_second_stream_is_refused_with_the_workers_words(tmp_path):
         await server.die()
 
 
-GEOMETRY = Geometry(2, 64, 3, 100, "f", "float32", "float32", 256, 256, 40_000_000)
-CONFIG = EngineConfig(world_size=2, num_slots=2, max_seq_len=64)
+GEOMETRY = Geometry(
+    3, 64, 3, 100, "f", "float32", "float32", 256, 256, 40_000_000, 2, 16, PrefixReuse.ALL
+)
+CONFIG = EngineConfig(world_size=2, num_slots=3, max_running=2, max_seq_len=64)
 
 
 def answers(rank1=GEOMETRY, epoch=5, rank=1):
@@ -128,7 +134,7 @@ def test_a_differing_field_is_named_with_both_values(field):
     value = getattr(GEOMETRY, field)
     other = value + 1 if isinstance(value, int) else "other"
     changed = dataclasses.replace(GEOMETRY, **{field: other})
-    with pytest.raises(SetupError, match=f"{field}: {value!r} and {other!r}"):
+    with pytest.raises(SetupError, match=re.escape(f"{field}: {value!r} and {other!r}")):
         agree_on_setup(CONFIG, 5, answers(changed))
 
 
@@ -141,7 +147,8 @@ def test_wrong_echoes(change, words):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("num_slots", 3), ("max_seq_len", 65), ("max_step_tokens", 255)]
+    ("field", "value"),
+    [("num_slots", 4), ("max_running", 3), ("max_seq_len", 65), ("max_step_tokens", 255)],
 )
 def test_geometry_is_what_was_asked_for(field, value):
     config = dataclasses.replace(CONFIG, **{field: value})
@@ -151,7 +158,12 @@ def test_geometry_is_what_was_asked_for(field, value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_step_tokens", 1), ("max_mixed_step_tokens", 0), ("run_ahead_window_ns", 0)],
+    [
+        ("max_step_tokens", 1),
+        ("max_mixed_step_tokens", 0),
+        ("run_ahead_window_ns", 0),
+        ("max_logprobs_steps", 0),
+    ],
 )
 def test_a_geometry_that_no_scheduler_can_work_with(field, value):
     """As of a worker that does not know the field."""
@@ -186,3 +198,23 @@ def test_old_epochs_are_dropped():
     agreement = StepAgreement(1, 5)
     assert agreement.add(0, result(9, epoch=4)) is None
     assert agreement.add(0, result(1)) == result(1)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (RowResult(0, 1, (3, 100)), "sampled token id 100 in step 1"),
+        (
+            RowResult(0, 1, (3,), logprobs=(TokenLogprobs(-1.0, 1, (4, 101), (-1.0, -2.0)),)),
+            "named token id 101 in step 1",
+        ),
+        (
+            RowResult(0, 1, (), prompt_logprobs=(TokenLogprobs(-1.0, 1, (102,), (-1.0,)),)),
+            "named token id 102 in step 1",
+        ),
+    ],
+)
+def test_ids_outside_of_the_vocabulary(row, words):
+    check_tokens(result(1, rows=(RowResult(1, 1, (99,)),)), 100)
+    with pytest.raises(WorkerLostError, match=f"{words}; ids are below 100"):
+        check_tokens(result(1, rows=(row,)), 100)
