@@ -57,6 +57,12 @@ class DeadlineError(SlotwiseError):
     status = "DEADLINE_EXCEEDED"
 
 
+class ConstraintError(SlotwiseError):
+    """No token can continue the output as its constraint wants it."""
+
+    status = "FAILED_PRECONDITION"
+
+
 class CorruptedError(SlotwiseError):
     """The model gave NaN logits for this request."""
 

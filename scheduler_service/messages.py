@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -10,12 +14,23 @@ from slotwise.v1 import inference_pb2 as pb
 
 from .engine_types import EngineInfo, Load
 from .errors import InvalidArgumentError
-from .generate_call import ChatInput, ChatMessage, GenerateCall, IdsInput, Input, TextInput
+from .generate_call import (
+    ChatInput,
+    ChatMessage,
+    ConstraintSpec,
+    GenerateCall,
+    IdsInput,
+    Input,
+    TextInput,
+    Tool,
+    ToolCall,
+)
+from .logprobs import TokenLogprob, TokenLogprobs
 from .model_files import ModelInfo
 from .request import FinishReason
 from .service import End, Generation, Rejections, Update
 from .slots import SlotView
-from .validation import MAX_STOPS
+from .validation import MAX_BIASES, MAX_CHOICES, MAX_STOPS
 
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -26,6 +41,9 @@ REASONS = {
 MAX_MESSAGES = 1 << 14
 MAX_IDS = 1 << 22
 MAX_KWARGS_CHARS = 1 << 20
+MAX_TOOLS = 1024
+# With 20 alternatives each, under a MiB.
+PROMPT_LOGPROBS_PART = 1024
 SLOT_STATES = {
     "free": pb.SLOT_STATE_FREE,
     "prefill": pb.SLOT_STATE_PREFILL,
@@ -56,25 +74,57 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 def generate_call(request: pb.GenerateRequest) -> GenerateCall:
     """InvalidArgumentError for unknown fields, and for an input that is missing."""
     _at_most(MAX_STOPS, len(request.stop), "stop", "stop strings")
+    _at_most(MAX_IDS, len(request.stop_token_ids), "stop_token_ids", "ids")
     _at_most(MAX_IDS, len(request.token_ids.ids), "token_ids.ids", "ids")
+    _at_most(MAX_CHOICES, len(request.choice.texts), "choice.texts", "texts")
+    biases = request.sampling.logit_bias
+    _at_most(MAX_BIASES, len(biases), "sampling.logit_bias", "entries")
     check_size(request.chat)
     refuse_unknown_fields(request)
     sampling = request.sampling
     return GenerateCall(
         prompt=_input(request),
-        request_id=request.request_id if request.HasField("request_id") else None,
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else None,
-        top_k=sampling.top_k if sampling.HasField("top_k") else None,
-        min_p=sampling.min_p if sampling.HasField("min_p") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        max_new_tokens=request.max_new_tokens if request.HasField("max_new_tokens") else None,
+        request_id=_or_none(request, "request_id"),
+        temperature=_or_none(sampling, "temperature"),
+        top_p=_or_none(sampling, "top_p"),
+        top_k=_or_none(sampling, "top_k"),
+        min_p=_or_none(sampling, "min_p"),
+        seed=_or_none(sampling, "seed"),
+        max_new_tokens=_or_none(request, "max_new_tokens"),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         include_stop_in_output=request.include_stop_in_output,
         omit_text=request.omit_text,
+        frequency_penalty=_or_none(sampling, "frequency_penalty"),
+        presence_penalty=_or_none(sampling, "presence_penalty"),
+        repetition_penalty=_or_none(sampling, "repetition_penalty"),
+        logit_bias=tuple(sorted(biases.items())),
+        min_new_tokens=_or_none(request, "min_new_tokens"),
+        logprobs=_or_none(request, "logprobs"),
+        prompt_logprobs=_or_none(request, "prompt_logprobs"),
+        constraint=_constraint(request),
+        n=_or_none(request, "n"),
+        cache_salt=_or_none(request, "cache_salt"),
+        parse_output=request.parse_output,
     )
+
+
+def _or_none(message: Message, field: str) -> Any:
+    """The field's value, None where it is unset."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def _constraint(request: pb.GenerateRequest) -> ConstraintSpec | None:
+    kind = request.WhichOneof("constraint")
+    match kind:
+        case None:
+            return None
+        case "choice":
+            return ConstraintSpec(kind, choices=tuple(request.choice.texts))
+        case "json_object":
+            return ConstraintSpec(kind)
+    return ConstraintSpec(kind, getattr(request, kind))
 
 
 def check_size(chat: pb.Chat) -> None:
@@ -82,6 +132,9 @@ def check_size(chat: pb.Chat) -> None:
     _at_most(MAX_MESSAGES, len(chat.messages), "chat.messages", "messages")
     size = len(chat.template_kwargs_json)
     _at_most(MAX_KWARGS_CHARS, size, "chat.template_kwargs_json", "characters")
+    _at_most(MAX_TOOLS, len(chat.tools), "chat.tools", "tools")
+    num_calls = sum(len(message.tool_calls) for message in chat.messages)
+    _at_most(MAX_MESSAGES, num_calls, "chat.messages", "tool calls")
 
 
 def token_ids(request: pb.DetokenizeRequest) -> tuple[int, ...]:
@@ -93,11 +146,26 @@ def token_ids(request: pb.DetokenizeRequest) -> tuple[int, ...]:
 
 def chat_input(chat: pb.Chat) -> ChatInput:
     return ChatInput(
-        messages=tuple(
-            ChatMessage(m.role, m.content if m.HasField("content") else None) for m in chat.messages
-        ),
+        messages=tuple(_chat_message(message) for message in chat.messages),
         add_generation_prompt=not chat.omit_generation_prompt,
         template_kwargs_json=chat.template_kwargs_json,
+        tools=tuple(
+            Tool(tool.name, _or_none(tool, "description"), tool.parameters_json)
+            for tool in chat.tools
+        ),
+    )
+
+
+def _chat_message(message: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=_or_none(message, "content"),
+        tool_calls=tuple(
+            ToolCall(call.id, call.name, call.arguments_json) for call in message.tool_calls
+        ),
+        tool_call_id=_or_none(message, "tool_call_id"),
+        name=_or_none(message, "name"),
+        reasoning_content=_or_none(message, "reasoning_content"),
     )
 
 
@@ -111,16 +179,71 @@ def accepted(generation: Generation) -> pb.Accepted:
 
 def delta(update: Update) -> pb.Delta:
     return pb.Delta(
-        first_token_index=update.first_token_index, token_ids=update.token_ids, text=update.text
+        index=update.index,
+        first_token_index=update.first_token_index,
+        token_ids=update.token_ids,
+        text=update.text,
+        logprobs=map(_token_logprobs, update.logprobs),
+        reasoning_text=update.reasoning,
+        tool_calls=[
+            pb.ToolCallDelta(
+                index=call.index, id=call.id, name=call.name, arguments_json=call.arguments_json
+            )
+            for call in update.tool_calls
+        ],
     )
 
 
-def finished(end: End) -> pb.Finished:
+def responses(update: Update) -> Iterator[pb.GenerateResponse]:
+    """The messages of a stream that an update makes; what may be long is cut."""
+    logprobs = update.prompt_logprobs
+    for begin in range(0, len(logprobs), PROMPT_LOGPROBS_PART):
+        part = pb.PromptLogprobs(
+            first_token_index=update.first_prompt_index + begin,
+            logprobs=map(_token_logprobs, logprobs[begin : begin + PROMPT_LOGPROBS_PART]),
+        )
+        yield pb.GenerateResponse(prompt_logprobs=part)
+    if not update.is_empty:
+        yield pb.GenerateResponse(delta=delta(update))
+    if update.end is not None:
+        yield pb.GenerateResponse(finished=finished(update.index, update.end))
+
+
+def add_update(response: pb.CompleteResponse, update: Update) -> None:
+    """Joins an update to a response that has a choice for each answer."""
+    response.prompt_logprobs.extend(map(_token_logprobs, update.prompt_logprobs))
+    choice = response.choices[update.index]
+    choice.token_ids.extend(update.token_ids)
+    choice.text += update.text
+    choice.reasoning_text += update.reasoning
+    choice.logprobs.extend(map(_token_logprobs, update.logprobs))
+    for call in update.tool_calls:
+        if call.index == len(choice.tool_calls):
+            choice.tool_calls.add(id=call.id, name=call.name)
+        choice.tool_calls[call.index].arguments_json += call.arguments_json
+    if update.end is not None:
+        choice.finished.CopyFrom(finished(update.index, update.end))
+
+
+def _token_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(token=_logprob(token.token), best=map(_logprob, token.best))
+
+
+def _logprob(token: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token.text
+    )
+
+
+def finished(index: int, end: End) -> pb.Finished:
     event = end.event
     message = pb.Finished(
+        index=index,
         finish_reason=REASONS[event.reason],
         usage=pb.Usage(
-            prompt_tokens=event.num_prompt_tokens, completion_tokens=event.num_generated_tokens
+            prompt_tokens=event.num_prompt_tokens,
+            completion_tokens=event.num_generated_tokens,
+            cached_tokens=event.num_cached_tokens,
         ),
         timings=pb.Timings(
             queue_ns=event.queue_ns,
@@ -136,7 +259,7 @@ def finished(end: End) -> pb.Finished:
     return message
 
 
-def model_info(info: ModelInfo, engine: EngineInfo) -> pb.GetModelInfoResponse:
+def model_info(info: ModelInfo, output_format: str, engine: EngineInfo) -> pb.GetModelInfoResponse:
     sampling = info.default_sampling
     return pb.GetModelInfoResponse(
         name=info.name,
@@ -153,8 +276,12 @@ def model_info(info: ModelInfo, engine: EngineInfo) -> pb.GetModelInfoResponse:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            frequency_penalty=0,
+            presence_penalty=0,
+            repetition_penalty=sampling.repetition_penalty,
         ),
         fingerprint=engine.geometry.fingerprint,
+        output_format=output_format,
     )
 
 
@@ -204,6 +331,10 @@ def load(view: Load, rejected: Rejections) -> pb.GetLoadResponse:
         num_steps=counters.num_steps,
         prefill_step_ns=counters.prefill_step_ns,
         decode_step_ns=counters.decode_step_ns,
+        max_running=view.max_running,
+        prefix_cache=pb.PrefixCacheCounters(
+            **asdict(counters.prefix_cache), num_cached_tokens=view.num_cached_tokens
+        ),
     )
 
 
@@ -216,6 +347,8 @@ def slot(view: SlotView) -> pb.Slot:
         num_computed_tokens=view.num_computed_tokens,
         prompt_tokens=view.num_prompt_tokens,
         generated_tokens=view.num_generated_tokens,
+        num_cached_tokens=view.num_cached_tokens,
+        choice_index=view.choice_index,
     )
 
 

@@ -9,7 +9,13 @@ from typing import TypeVar
 
 from .errors import InvalidArgumentError
 from .json_file import JsonFile, ModelFilesError
-from .sampling import SamplingDefaults, check_min_p, check_temperature, check_top_p
+from .sampling import (
+    SamplingDefaults,
+    check_min_p,
+    check_repetition_penalty,
+    check_temperature,
+    check_top_p,
+)
 
 T = TypeVar("T", int, float)
 
@@ -29,7 +35,6 @@ SPECIAL_TOKEN_KEYS = (
 
 # Settings of generation_config.json that would change tokens, and their value that changes nothing.
 UNAPPLIED_NEUTRAL = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
@@ -181,17 +186,21 @@ def _sampling_defaults(file: JsonFile) -> tuple[SamplingDefaults, tuple[str, ...
     top_k = file.integer("top_k", at_least=-1)
     if top_k is not None and top_k > MAX_TOP_K:
         raise file.wrong("top_k", f"at most {MAX_TOP_K}")
-    numbers = {key: file.number(key) for key in ("temperature", "top_p", "min_p")}
+    numbers = {
+        key: file.number(key) for key in ("temperature", "top_p", "min_p", "repetition_penalty")
+    }
     merged = SamplingDefaults(
         temperature=_or(numbers["temperature"], own.temperature),
         top_p=_or(numbers["top_p"], own.top_p),
         top_k=max(0, _or(top_k, own.top_k)),
         min_p=_or(numbers["min_p"], own.min_p),
+        repetition_penalty=_or(numbers["repetition_penalty"], own.repetition_penalty),
     )
     try:
         check_temperature(merged.temperature, "temperature")
         check_top_p(merged.top_p, "top_p")
         check_min_p(merged.min_p, "min_p")
+        check_repetition_penalty(merged.repetition_penalty, "repetition_penalty")
     except InvalidArgumentError as error:
         raise ModelFilesError(f"{file.path}: {error}") from error
     return merged, _unapplied(file)

@@ -10,16 +10,19 @@ from .errors import InvalidArgumentError
 # Just under 0.00001, so that the float32 nearest to it passes.
 MIN_TEMPERATURE = 9.9999e-6
 MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 are off."""
+    """temperature 0 is greedy; top_p 1, top_k 0, min_p 0 and repetition_penalty 1 are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 def check_temperature(value: float, field: str) -> None:
@@ -49,6 +52,25 @@ def check_top_k(value: int, field: str) -> None:
     """At least -1; -1 and 0 are off."""
     if value < -1:
         raise InvalidArgumentError(field, f"{value} is below -1; 0 and -1 are off")
+
+
+def check_penalty(value: float, field: str) -> None:
+    """In [-2, 2]; 0 is off."""
+    if not -MAX_PENALTY <= value <= MAX_PENALTY:
+        raise InvalidArgumentError(
+            field,
+            f"{value} is out of range; {-MAX_PENALTY:g} to {MAX_PENALTY:g} is accepted (0 is off)",
+        )
+
+
+def check_repetition_penalty(value: float, field: str) -> None:
+    """Above 0, at most 10; 1 is off."""
+    if not 0 < value <= MAX_REPETITION_PENALTY:
+        raise InvalidArgumentError(
+            field,
+            f"{value} is out of range; above 0 and at most {MAX_REPETITION_PENALTY:g} is accepted "
+            "(1 is off)",
+        )
 
 
 def _check_fraction(value: float, field: str, meaning: str) -> None:

@@ -80,40 +80,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.ListSlotsResponse:
         return await self._answer(context, self._slots())
 
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: CallContext
+    ) -> pb.FlushCacheResponse:
+        return await self._answer(context, self._flush_cache(request))
+
     async def _generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
         async with await self._begin(request, context) as generation:
-            request_id = generation.request.request_id
+            request_id = generation.request.call_id
             # Workers first: in one turn of the event loop a command is planned, in the next sent.
             for _ in range(2):
                 await asyncio.sleep(0)
             first = messages.accepted(generation)
             await context.write(pb.GenerateResponse(request_id=request_id, accepted=first))
-            end = None
-            while end is None:
-                update = await generation.next()
-                if update.token_ids or update.text:
-                    delta = messages.delta(update)
-                    await context.write(pb.GenerateResponse(request_id=request_id, delta=delta))
-                end = update.end
-            last = messages.finished(end)
-            await context.write(pb.GenerateResponse(request_id=request_id, finished=last))
+            while not generation.has_ended:
+                for update in await generation.next():
+                    for response in messages.responses(update):
+                        response.request_id = request_id
+                        await context.write(response)
 
     async def _complete(
         self, request: pb.GenerateRequest, context: CallContext
     ) -> pb.CompleteResponse:
         async with await self._begin(request, context) as generation:
             response = pb.CompleteResponse(
-                accepted=messages.accepted(generation), request_id=generation.request.request_id
+                accepted=messages.accepted(generation),
+                request_id=generation.request.call_id,
+                choices=[pb.CompleteChoice(index=i) for i in range(generation.num_answers)],
             )
-            texts: list[str] = []
-            end = None
-            while end is None:
-                update = await generation.next()
-                response.token_ids.extend(update.token_ids)
-                texts.append(update.text)
-                end = update.end
-            response.text = "".join(texts)
-            response.finished.CopyFrom(messages.finished(end))
+            while not generation.has_ended:
+                for update in await generation.next():
+                    messages.add_update(response, update)
             return response
 
     async def _begin(self, request: pb.GenerateRequest, context: CallContext) -> Generation:
@@ -151,7 +148,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return pb.RenderChatResponse(text=text, token_ids=ids)
 
     async def _model_info(self) -> pb.GetModelInfoResponse:
-        return messages.model_info(self._service.model.info, self._service.engine.info())
+        model = self._service.model
+        return messages.model_info(model.info, model.output_format, self._service.engine.info())
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         info = self._service.engine.info()
@@ -161,6 +159,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             max_seq_len=info.geometry.max_seq_len,
             max_queue_len=self._config.max_queue_len,
             max_step_tokens=info.geometry.max_step_tokens,
+            max_running=info.geometry.max_running,
+            prefix_reuse=info.geometry.prefix_reuse.value,
             supports_batch=True,
             epoch=info.epoch,
             workers=messages.workers(info),
@@ -169,6 +169,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _load(self) -> pb.GetLoadResponse:
         return messages.load(self._service.engine.load(), self._service.rejections)
+
+    async def _flush_cache(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
+        messages.refuse_unknown_fields(request)
+        return pb.FlushCacheResponse(num_tokens=self._service.engine.flush())
 
     async def _slots(self) -> pb.ListSlotsResponse:
         views = self._service.engine.slots()

@@ -8,34 +8,51 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from .chat_output import OutputParser, OutputPiece, ToolCallPiece
 from .chat_template import ChatTemplate
+from .detokenizer import TokenBytes
 from .engine import Engine
 from .errors import (
+    ConstraintError,
     CorruptedError,
     DeadlineError,
     DuplicateRequestError,
     InvalidArgumentError,
     QueueFullError,
+    SlotwiseError,
     UnavailableError,
     UnknownRequestError,
 )
 from .generate_call import GenerateCall
 from .json_file import ModelFilesError
+from .logprobs import TokenLogprobs, describe
 from .model_files import ModelInfo, read_model_info
 from .prompts import PromptReader
-from .request import Event, FinishedEvent, FinishReason, Request, TokenEvent
+from .request import (
+    Event,
+    FinishedEvent,
+    FinishReason,
+    PromptLogprobsEvent,
+    Request,
+    TokenEvent,
+)
 from .request_stream import RequestStream
-from .text_stream import TextStream
+from .text_stream import TextDelta, TextStream
 from .tokenizer import Tokenizer
-from .validation import ModelLimits, check_call, make_request, text_options
+from .validation import ModelLimits, check_call, make_requests, text_options
 
 # A client's clock starts before ours: it gives up at its deadline, a little before we reach it.
 DEADLINE_SLACK_NS = 100_000_000
+# By FinishedEvent.status; what is not here is a fault of the model.
+_ERRORS: dict[str, type[SlotwiseError]] = {
+    "UNAVAILABLE": UnavailableError,
+    "FAILED_PRECONDITION": ConstraintError,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended, when not by an error."""
+    """How an answer ended, when not by an error."""
 
     event: FinishedEvent
     matched_stop: str | None
@@ -43,77 +60,106 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """New tokens and text; `end` on the last one. first_token_index counts generated tokens."""
+    """What is new of an answer; `end` on its last one.
 
+    `index`: which answer. first_token_index counts generated tokens, first_prompt_index those of
+    the prompt. `logprobs`: one for each token where they were asked for.
+    """
+
+    index: int
     first_token_index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    first_prompt_index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     end: End | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing for a delta."""
+        return not (self.token_ids or self.text or self.reasoning or self.tool_calls)
 
-class Generation:
-    """A submitted request. Leaving its `async with` before the end cancels it."""
+
+class Answer:
+    """One answer to a call: its request, and its text as it comes."""
 
     def __init__(
-        self, engine: Engine, request: Request, stream: RequestStream, text: TextStream
-    ) -> None:
-        self.request = request
-        self.queue_position = stream.queue_position
-        self._engine = engine
-        self._stream = stream
-        self._text = text
-        self._event: FinishedEvent | None = None
-
-    async def __aenter__(self) -> Generation:
-        return self
-
-    async def __aexit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        engine: Engine,
+        request: Request,
+        text: TextStream,
+        tokens: TokenBytes,
+        parser: OutputParser | None,
     ) -> None:
-        self.close()
+        """`parser`: tells reasoning and tool calls apart from the text."""
+        self.request = request
+        self.has_ended = False
+        self._engine = engine
+        self._text = text
+        self._tokens = tokens
+        self._parser = parser
 
-    def close(self) -> None:
-        """Ends the request if it still waits or runs: nobody reads it any more."""
-        if self._event is not None:
-            return
-        deadline = self.request.deadline_ns
-        late = deadline is not None and self._engine.now_ns() >= deadline - DEADLINE_SLACK_NS
-        reason = FinishReason.DEADLINE if late else FinishReason.CANCELLED
-        try:
-            self._engine.cancel(self.request.request_id, reason)
-        except UnknownRequestError:
-            # It ended by itself while its last events were on their way here.
-            return
+    def update(self, events: Sequence[Event]) -> Update:
+        """Joins events.
 
-    async def next(self) -> Update:
-        """Waits for events and joins all that are here. After an update with `end`, no more.
-
-        DeadlineError, UnavailableError or CorruptedError when that is how the request ended.
+        DeadlineError, UnavailableError, ConstraintError or CorruptedError when that is how the
+        request ended.
         """
-        events: list[Event] = [await anext(self._stream), *self._stream.take_ready()]
         first = self._text.num_tokens
         ids: list[int] = []
         texts: list[str] = []
+        logprobs: list[TokenLogprobs] = []
+        first_prompt_index, prompt_logprobs = 0, tuple[TokenLogprobs, ...]()
+        end = None
         for event in events:
-            if isinstance(event, TokenEvent):
-                delta = self._push(event)
-                ids += delta[0]
-                texts.append(delta[1])
-            else:
-                self._event = event
-                texts.append(self._text.finish())
-        end = None if self._event is None else self._end(self._event)
-        return Update(first, tuple(ids), "".join(texts), end)
+            match event:
+                case TokenEvent():
+                    delta = self._push(event)
+                    ids += delta.token_ids
+                    texts.append(delta.text)
+                    wanted = event.logprobs[: len(delta.token_ids)]
+                    logprobs += describe(delta.token_ids, wanted, self._tokens) if wanted else ()
+                case PromptLogprobsEvent():
+                    first_prompt_index = first_prompt_index or event.first_index
+                    prompt_logprobs += self._of_prompt(event)
+                case FinishedEvent():
+                    self.has_ended = True
+                    end = self._end(event)
+                    texts.append(self._text.finish())
+        piece = self._parsed("".join(texts), end is not None)
+        return Update(
+            self.request.choice_index,
+            first,
+            tuple(ids),
+            piece.text,
+            tuple(logprobs),
+            piece.reasoning,
+            piece.tool_calls,
+            first_prompt_index,
+            prompt_logprobs,
+            end,
+        )
 
-    def _push(self, event: TokenEvent) -> tuple[Sequence[int], str]:
+    def _parsed(self, text: str, is_last: bool) -> OutputPiece:
+        if self._parser is None:
+            return OutputPiece(text)
+        piece = self._parser.push(text)
+        return piece + self._parser.finish() if is_last else piece
+
+    def _of_prompt(self, event: PromptLogprobsEvent) -> tuple[TokenLogprobs, ...]:
+        begin = event.first_index
+        ids = self.request.prompt_token_ids[begin : begin + len(event.logprobs)]
+        return describe(ids, event.logprobs, self._tokens)
+
+    def _push(self, event: TokenEvent) -> TextDelta:
         running = self._text.matched_stop is None
         delta = self._text.push(event.token_ids)
         if running and self._text.matched_stop is not None:
             self._engine.stop_request(self.request.request_id, self._text.num_tokens)
-        return delta.token_ids, delta.text
+        return delta
 
     def _end(self, event: FinishedEvent) -> End:
         if self._text.matched_stop is not None:
@@ -128,11 +174,63 @@ class Generation:
         match event.reason:
             case FinishReason.DEADLINE:
                 raise DeadlineError(event.message or "the request's deadline passed")
-            case FinishReason.ERROR if event.status == "UNAVAILABLE":
-                raise UnavailableError(event.message)
             case FinishReason.ERROR:
-                raise CorruptedError(event.message)
+                raise _ERRORS.get(event.status, CorruptedError)(event.message)
         return End(event, None)
+
+
+class Generation:
+    """The submitted answers to a call. Leaving its `async with` before the end cancels them."""
+
+    def __init__(self, engine: Engine, answers: Sequence[Answer], stream: RequestStream) -> None:
+        self.request = answers[0].request
+        self.queue_position = stream.queue_position
+        self._engine = engine
+        self._stream = stream
+        self._answers = {answer.request.request_id: answer for answer in answers}
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def num_answers(self) -> int:
+        return len(self._answers)
+
+    @property
+    def has_ended(self) -> bool:
+        """Every answer has had its last update."""
+        return all(answer.has_ended for answer in self._answers.values())
+
+    def close(self) -> None:
+        """Ends what still waits or runs: nobody reads it any more."""
+        if self.has_ended:
+            return
+        deadline = self.request.deadline_ns
+        late = deadline is not None and self._engine.now_ns() >= deadline - DEADLINE_SLACK_NS
+        reason = FinishReason.DEADLINE if late else FinishReason.CANCELLED
+        try:
+            self._engine.cancel(self.request.call_id, reason)
+        except UnknownRequestError:
+            # It ended by itself while its last events were on their way here.
+            return
+
+    async def next(self) -> list[Update]:
+        """Waits for events and joins all that are here, by answer.
+
+        Errors as of Answer.update; nothing may be asked after one, nor when all have ended.
+        """
+        by_answer: dict[str, list[Event]] = {}
+        for event in (await anext(self._stream), *self._stream.take_ready()):
+            by_answer.setdefault(event.request_id, []).append(event)
+        return [self._answers[name].update(events) for name, events in by_answer.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +240,8 @@ class Model:
     info: ModelInfo
     tokenizer: Tokenizer
     reader: PromptReader
+    # Name of what parse_output tells apart, "" for nothing.
+    output_format: str = ""
 
 
 def load_model(folder: Path, served_name: str) -> Model:
@@ -206,6 +306,7 @@ class InferenceService:
             max_seq_len=geometry.max_seq_len,
             end_token_ids=frozenset(info.end_token_ids),
             default_sampling=info.default_sampling,
+            output_format=self.model.output_format,
         )
 
     async def begin(self, call: GenerateCall, deadline_ns: int | None) -> Generation:
@@ -216,10 +317,16 @@ class InferenceService:
         arrival_ns = self.engine.now_ns()
         limits = self.limits()
         check_call(call, limits)
+        if call.constraint is not None:
+            raise InvalidArgumentError(call.constraint.kind, "is not offered yet; leave it out")
         ids = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
-        request = make_request(call, ids, limits, arrival_ns, deadline_ns)
+        requests = make_requests(call, ids, limits, arrival_ns, deadline_ns)
+        answers = [self._answer(call, request) for request in requests]
+        return Generation(self.engine, answers, self.engine.submit(requests))
+
+    def _answer(self, call: GenerateCall, request: Request) -> Answer:
+        tokenizer = self.model.tokenizer
         text = TextStream(
-            self.model.tokenizer.detokenizer(at_text_start=call.is_chat),
-            text_options(call, request),
+            tokenizer.detokenizer(at_text_start=call.is_chat), text_options(call, request)
         )
-        return Generation(self.engine, request, self.engine.submit(request), text)
+        return Answer(self.engine, request, text, tokenizer.tokens, None)

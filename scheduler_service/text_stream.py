@@ -86,6 +86,8 @@ class TextOptions:
     # The matched stop string, or the text of the end id, belongs to the output.
     include_stop_in_output: bool = False
     omit_text: bool = False
+    # Stop strings are not looked for in the text of the first so many tokens.
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ class TextStream:
         used = 0
         for token_id in token_ids:
             used += 1
+            self.num_tokens += 1
             texts.append(self._push_one(token_id))
             if self.matched_stop is not None:
                 break
-        self.num_tokens += used
         return TextDelta(tuple(token_ids[:used]), self._shown("".join(texts)))
 
     def finish(self) -> str:
@@ -133,7 +135,10 @@ class TextStream:
             return ""
         if token_id in self._options.end_token_ids:
             return self._end_text(token_id)
-        freed = self._matcher.push(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self.num_tokens <= self._options.min_new_tokens:
+            return text
+        freed = self._matcher.push(text)
         if isinstance(freed, StopMatch):
             self.matched_stop = freed.stop
             return freed.before + (freed.stop if self._options.include_stop_in_output else "")

@@ -8,7 +8,7 @@ import pytest
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.generate_call import GenerateCall, IdsInput
 from scheduler_service.sampling import SamplingDefaults
-from scheduler_service.validation import ModelLimits, check_call, make_request, text_options
+from scheduler_service.validation import ModelLimits, check_call, make_requests, text_options
 
 VOCAB = 512
 LIMITS = ModelLimits(VOCAB, 100, frozenset({2, 7}), SamplingDefaults(0.6, 0.95, 20, 0.05))
@@ -17,7 +17,7 @@ LIMITS = ModelLimits(VOCAB, 100, frozenset({2, 7}), SamplingDefaults(0.6, 0.95, 
 def request(prompt=(1, 2, 3), **options):
     call = GenerateCall(IdsInput(prompt), **options)
     check_call(call, LIMITS)
-    return make_request(call, list(prompt), LIMITS, arrival_ns=5, deadline_ns=9)
+    return make_requests(call, list(prompt), LIMITS, arrival_ns=5, deadline_ns=9)[0]
 
 
 def float32(value: float) -> float:
@@ -140,7 +140,7 @@ def test_end_ids(ignore, stops, ends):
 
 def test_text_options():
     call = GenerateCall(IdsInput((1,)), stop=("a",), omit_text=True, include_stop_in_output=True)
-    options = text_options(call, make_request(call, [1], LIMITS, 0, None))
+    options = text_options(call, make_requests(call, [1], LIMITS, 0, None)[0])
     assert (options.stop, options.end_token_ids) == (("a",), {2, 7})
     assert options.omit_text
     assert options.include_stop_in_output
