@@ -34,7 +34,7 @@ def driver(folder: Path) -> Driver:
 
 
 def prompt_of(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(length))
+    return tuple(random.Random(seed).choices(range(3, VOCAB_SIZE), k=length))
 
 
 PROMPT = prompt_of(1, 37)

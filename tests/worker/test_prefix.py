@@ -47,7 +47,7 @@ def driver(folder: Path) -> Driver:
 
 
 def tokens_of(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(length))
+    return tuple(random.Random(seed).choices(range(3, VOCAB_SIZE), k=length))
 
 
 PROMPT = tokens_of(1, 300)
