@@ -21,6 +21,13 @@ SERVICE = "slotwise.v1.Inference"
 WORDS = ("The", " capital", " is", " Paris", ".")
 
 
+THOUGHT = pb.Delta(reasoning_text="Let me see.")
+CALL_PARTS = (
+    pb.Delta(tool_calls=[pb.ToolCallDelta(id="call_0", name="find", arguments_json='{"what"')]),
+    pb.Delta(tool_calls=[pb.ToolCallDelta(arguments_json=': "it"}')]),
+)
+
+
 @dataclass
 class Script(rpc.InferenceServicer):
     """Answers every prompt with WORDS; records requests; blocks or fails when told to.
@@ -39,23 +46,32 @@ class Script(rpc.InferenceServicer):
         self._note(request, context)
         context.add_callback(self.ended.set)
         yield self._response(request, accepted=accepted())
+        if request.HasField("prompt_logprobs"):
+            part = pb.PromptLogprobs(first_token_index=1, logprobs=[logprobs(7)])
+            yield self._response(request, prompt_logprobs=part)
+        if request.parse_output:
+            for delta in (THOUGHT, *CALL_PARTS):
+                yield self._response(request, delta=delta)
         for i, word in enumerate(WORDS):
-            delta = pb.Delta(first_token_index=i, token_ids=[100 + i], text=word)
-            yield self._response(request, delta=delta)
+            for index in range(request.n or 1):
+                delta = pb.Delta(index=index, first_token_index=i, token_ids=[100 + i], text=word)
+                if request.HasField("logprobs"):
+                    delta.logprobs.append(logprobs(100 + i, word))
+                yield self._response(request, delta=delta)
             if self.blocked:
                 self.first_delta.set()
                 self.ended.wait(30)
                 return
-        yield self._response(request, finished=finished())
+        for index in range(request.n or 1):
+            yield self._response(request, finished=finished(index))
 
     def Complete(self, request, context):  # noqa: N802
         self._note(request, context)
         return pb.CompleteResponse(
             accepted=accepted(),
             request_id=request.request_id or "made-1",
-            token_ids=[100 + i for i in range(len(WORDS))],
-            text="".join(WORDS),
-            finished=finished(),
+            choices=[whole(i) for i in range(request.n or 1)],
+            prompt_logprobs=[logprobs(7)] if request.HasField("prompt_logprobs") else [],
         )
 
     def Cancel(self, request, context):  # noqa: N802
@@ -105,18 +121,31 @@ class Script(rpc.InferenceServicer):
             num_threads=2,
         )
         return pb.GetServerInfoResponse(
-            version="9.9", num_slots=8, max_seq_len=64, supports_batch=True, workers=[worker]
+            version="9.9",
+            num_slots=8,
+            max_seq_len=64,
+            supports_batch=True,
+            workers=[worker],
+            max_running=4,
+            prefix_reuse="all",
         )
 
     def GetLoad(self, request, context):  # noqa: N802
         self._note(request, context)
         counters = pb.RequestCounters(accepted=5, stop=4)
-        return pb.GetLoadResponse(num_running=1, requests=counters, prefill_step_ns=7)
+        cache = pb.PrefixCacheCounters(num_hits=3)
+        return pb.GetLoadResponse(
+            num_running=1, requests=counters, prefill_step_ns=7, prefix_cache=cache
+        )
 
     def ListSlots(self, request, context):  # noqa: N802
         self._note(request, context)
         busy = pb.Slot(index=1, state=pb.SLOT_STATE_DECODE, request_id="a", generation=3)
         return pb.ListSlotsResponse(slots=[pb.Slot(state=pb.SLOT_STATE_FREE), busy])
+
+    def FlushCache(self, request, context):  # noqa: N802
+        self._note(request, context)
+        return pb.FlushCacheResponse(num_tokens=42)
 
     def _note(self, request, context) -> None:
         self.requests.append(request)
@@ -131,11 +160,31 @@ def accepted() -> pb.Accepted:
     return pb.Accepted(prompt_tokens=7, seed=2**63 + 5, queue_position=0)
 
 
-def finished() -> pb.Finished:
+def logprobs(token_id: int, text: str = "x") -> pb.TokenLogprobs:
+    """The token is the second of two."""
+    token = pb.TokenLogprob(token_id=token_id, logprob=-1.5, rank=2, text=text.encode())
+    best = pb.TokenLogprob(token_id=9, logprob=-0.25, rank=1, text=b"\xe2\x82")
+    return pb.TokenLogprobs(token=token, best=[best, token])
+
+
+def whole(index: int) -> pb.CompleteChoice:
+    return pb.CompleteChoice(
+        index=index,
+        token_ids=[100 + i for i in range(len(WORDS))],
+        text="".join(WORDS),
+        reasoning_text="Let me see.",
+        tool_calls=[pb.ToolCall(id="call_0", name="find", arguments_json="{}")],
+        logprobs=[logprobs(100)],
+        finished=finished(index),
+    )
+
+
+def finished(index: int = 0) -> pb.Finished:
     return pb.Finished(
+        index=index,
         finish_reason=pb.FINISH_REASON_STOP,
         matched_token_id=2,
-        usage=pb.Usage(prompt_tokens=7, completion_tokens=len(WORDS)),
+        usage=pb.Usage(prompt_tokens=7, completion_tokens=len(WORDS), cached_tokens=6),
         timings=pb.Timings(
             queue_ns=1,
             prefill_ns=20_000_000,

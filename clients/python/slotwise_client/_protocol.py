@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from types import NoneType
@@ -18,15 +18,22 @@ from .info import Health, Load, ModelInfo, ServerInfo, Slot
 from .types import (
     Accepted,
     Chat,
+    Choice,
     Completion,
     Delta,
     Event,
     Finished,
     FinishReason,
     GenerateOptions,
+    Message,
     Prompt,
+    PromptLogprobs,
     RenderedChat,
     Timings,
+    TokenLogprob,
+    TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 
@@ -45,7 +52,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
-SAMPLING: Final = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+SAMPLING: Final = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 Q = TypeVar("Q", bound=ProtoMessage)
 R = TypeVar("R", bound=ProtoMessage)
@@ -60,7 +68,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """The request for one prompt.
 
     Raises TypeError for an unknown option, InvalidArgumentError for a value that its field cannot
-    hold; everything else is the server's to judge.
+    hold and for two constraints; everything else is the server's to judge.
     """
     unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
     if unknown:
@@ -69,7 +77,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
-        if name in SAMPLING:
+        if name in CONSTRAINTS:
+            _set_constraint(request, name, value)
+        elif name in SAMPLING:
             _set(request.sampling, name, value, "sampling.")
         else:
             _set(request, name, value)
@@ -77,16 +87,48 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def chat_message(chat: Chat) -> pb.Chat:
-    """A chat as the protocol has it; TypeError when `template_kwargs` is not JSON."""
+    """A chat as the protocol has it; TypeError for what should be JSON and is not."""
     message = pb.Chat(omit_generation_prompt=chat.omit_generation_prompt)
     if chat.template_kwargs is not None:
         message.template_kwargs_json = json.dumps(dict(chat.template_kwargs))
     for turn in chat.messages:
-        added = message.messages.add()
-        _set(added, "role", turn.role, "chat.messages.")
-        if turn.content is not None:
-            _set(added, "content", turn.content, "chat.messages.")
+        _set_turn(message.messages.add(), turn)
+    for tool in chat.tools:
+        added = message.tools.add()
+        _set(added, "name", tool.name, "chat.tools.")
+        if tool.description is not None:
+            _set(added, "description", tool.description, "chat.tools.")
+        if tool.parameters is not None:
+            added.parameters_json = json.dumps(dict(tool.parameters))
     return message
+
+
+def _set_turn(message: pb.ChatMessage, turn: Message) -> None:
+    for name in ("role", "content", "tool_call_id", "name", "reasoning_content"):
+        value = getattr(turn, name)
+        if value is not None:
+            _set(message, name, value, "chat.messages.")
+    for call in turn.tool_calls:
+        added = message.tool_calls.add()
+        for name in ("id", "name", "arguments_json"):
+            _set(added, name, getattr(call, name), "chat.messages.tool_calls.")
+
+
+def _set_constraint(request: pb.GenerateRequest, name: str, value: Any) -> None:
+    """A second one would take the place of the first without a word."""
+    if name == "json_object" and value is False:
+        return
+    before = request.WhichOneof("constraint")
+    if before is not None:
+        reason = f"{before} is set already; a request has at most one constraint"
+        raise InvalidArgumentError(f"{name}: {reason}", (FieldViolation(name, reason),))
+    if name == "json_object":
+        request.json_object.SetInParent()
+    elif name == "choice":
+        request.choice.SetInParent()
+        _set(request.choice, "texts", value, "choice.")
+    else:
+        _set(request, name, json.dumps(dict(value)) if isinstance(value, Mapping) else value)
 
 
 def detokenize_request(token_ids: Sequence[int], keep_control_tokens: bool) -> pb.DetokenizeRequest:
@@ -112,6 +154,9 @@ def _set(message: Any, name: str, value: Any, prefix: str = "") -> None:
         if hasattr(getattr(message, name), "extend"):
             _refuse_text(name, value)
             getattr(message, name).extend(value)
+        elif hasattr(getattr(message, name), "update"):
+            _refuse_other_than_mapping(name, value)
+            getattr(message, name).update(value)
         else:
             setattr(message, name, value)
     except (TypeError, ValueError) as error:
@@ -124,6 +169,11 @@ def _refuse_text(name: str, value: Any) -> None:
     # A string is a sequence of strings: stop="END" would become three stops.
     if isinstance(value, (str, bytes, Mapping)):
         raise TypeError(f"{name} takes a sequence, not {type(value).__name__}")
+
+
+def _refuse_other_than_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} takes a mapping, not {type(value).__name__}")
 
 
 def _brief(value: Any) -> str:
@@ -148,14 +198,11 @@ def event(response: pb.GenerateResponse) -> Event | None:
         case "accepted":
             return accepted(response.request_id, response.accepted)
         case "delta":
-            delta = response.delta
-            return Delta(
-                request_id=response.request_id,
-                index=delta.index,
-                first_token_index=delta.first_token_index,
-                token_ids=tuple(delta.token_ids),
-                text=delta.text,
-            )
+            return delta(response.request_id, response.delta)
+        case "prompt_logprobs":
+            part = response.prompt_logprobs
+            rows = all_logprobs(part.logprobs)
+            return PromptLogprobs(response.request_id, part.first_token_index, rows)
         case "finished":
             return finished(response.request_id, response.finished)
         case _:
@@ -163,14 +210,52 @@ def event(response: pb.GenerateResponse) -> Event | None:
 
 
 def completion(response: pb.CompleteResponse) -> Completion:
-    """The answer of Complete."""
+    """The answers of Complete."""
     return Completion(
         request_id=response.request_id,
-        text=response.text,
-        token_ids=tuple(response.token_ids),
         accepted=accepted(response.request_id, response.accepted),
-        finished=finished(response.request_id, response.finished),
+        choices=tuple(choice(response.request_id, one) for one in response.choices),
+        prompt_logprobs=all_logprobs(response.prompt_logprobs),
     )
+
+
+def choice(request_id: str, message: pb.CompleteChoice) -> Choice:
+    """One of the answers of Complete."""
+    return Choice(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        reasoning_text=message.reasoning_text,
+        tool_calls=tuple(mirror(ToolCall, call) for call in message.tool_calls),
+        logprobs=all_logprobs(message.logprobs),
+        finished=finished(request_id, message.finished),
+    )
+
+
+def delta(request_id: str, message: pb.Delta) -> Delta:
+    """New tokens of a stream."""
+    return Delta(
+        request_id=request_id,
+        index=message.index,
+        first_token_index=message.first_token_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=all_logprobs(message.logprobs),
+        reasoning_text=message.reasoning_text,
+        tool_calls=tuple(mirror(ToolCallDelta, part) for part in message.tool_calls),
+    )
+
+
+def all_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Written out, not mirrored: long prompts with many alternatives have millions."""
+    return tuple(
+        TokenLogprobs(_logprob(one.token), tuple(_logprob(other) for other in one.best))
+        for one in messages
+    )
+
+
+def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob, message.rank, message.text)
 
 
 def accepted(request_id: str, message: pb.Accepted) -> Accepted:
@@ -179,7 +264,7 @@ def accepted(request_id: str, message: pb.Accepted) -> Accepted:
 
 
 def finished(request_id: str, message: pb.Finished) -> Finished:
-    """The last event of a stream."""
+    """The last event of a choice."""
     matched = message.WhichOneof("matched_stop")
     return Finished(
         request_id=request_id,
@@ -192,12 +277,14 @@ def finished(request_id: str, message: pb.Finished) -> Finished:
 
 
 def _value(message: Any, name: str, hint: Any) -> Any:
-    """Field `name` of `message` as `hint`: a scalar, `X | None`, tuple, enum or dataclass."""
+    """A field as `hint`: a scalar, `X | None`, a tuple, mapping, enum or dataclass."""
     if NoneType in get_args(hint):
         if not message.HasField(name):
             return None
         (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
     value = getattr(message, name)
+    if get_origin(hint) is Mapping:
+        return dict(value)
     if get_origin(hint) is tuple:
         kind: Any = get_args(hint)[0]
         return tuple(_mirror_if_dataclass(kind, item) for item in value)
@@ -291,6 +378,9 @@ SLOTS: Call[pb.ListSlotsRequest, pb.ListSlotsResponse, list[Slot]] = Call(
     _inference("ListSlots"),
     pb.ListSlotsResponse,
     lambda response: [mirror(Slot, slot) for slot in response.slots],
+)
+FLUSH_CACHE: Call[pb.FlushCacheRequest, pb.FlushCacheResponse, int] = Call(
+    _inference("FlushCache"), pb.FlushCacheResponse, lambda response: response.num_tokens
 )
 HEALTH_CHECK: Call[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse, Health] = Call(
     "/grpc.health.v1.Health/Check", health_pb2.HealthCheckResponse, _health

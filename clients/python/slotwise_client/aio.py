@@ -16,7 +16,7 @@ from slotwise.v1 import inference_pb2 as pb
 from . import _protocol as protocol
 from .errors import DeadlineError, NotFoundError, from_rpc_error
 from .info import Health, Load, ModelInfo, ServerInfo, Slot
-from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat
+from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat, Tool
 
 Q = TypeVar("Q", bound=ProtoMessage)
 R = TypeVar("R", bound=ProtoMessage)
@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 class AsyncStream(AsyncIterator[Event]):
-    """The events of one request, in order: Accepted, any number of Delta, Finished.
+    """The events of one request as they come.
+
+    Accepted, PromptLogprobs if asked for, any number of Delta, one Finished per choice.
 
     Dropping the stream (leaving a `with` block, `close`, garbage collection) cancels the request
     when it still runs. Iteration raises the typed errors of `slotwise_client.errors`.
@@ -105,11 +107,13 @@ class AsyncClient:
         messages: str | Sequence[Message],
         *,
         system: str | None = None,
+        tools: Sequence[Tool] = (),
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
         """`generate` for a question, or for a conversation so far; `system` is put before it."""
-        return self.generate(Chat.of(messages, system=system), timeout=timeout, **options)
+        chat = Chat.of(messages, system=system, tools=tools)
+        return self.generate(chat, timeout=timeout, **options)
 
     async def complete(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -161,6 +165,10 @@ class AsyncClient:
     async def slots(self, *, timeout: float | None = None) -> list[Slot]:
         """Who sits in which slot."""
         return await self._unary(protocol.SLOTS, pb.ListSlotsRequest(), timeout)
+
+    async def flush_cache(self, *, timeout: float | None = None) -> int:
+        """Forget all cached prefixes; how many tokens of free slots that were."""
+        return await self._unary(protocol.FLUSH_CACHE, pb.FlushCacheRequest(), timeout)
 
     async def health(
         self, service: str = protocol.SERVICE, *, timeout: float | None = None

@@ -14,7 +14,7 @@ from slotwise.v1 import inference_pb2 as pb
 from . import _protocol as protocol
 from .errors import DeadlineError, NotFoundError, from_rpc_error
 from .info import Health, Load, ModelInfo, ServerInfo, Slot
-from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat
+from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat, Tool
 
 Q = TypeVar("Q", bound=ProtoMessage)
 R = TypeVar("R", bound=ProtoMessage)
@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 
 class Stream(Iterator[Event]):
-    """The events of one request, in order: Accepted, any number of Delta, Finished.
+    """The events of one request as they come.
+
+    Accepted, PromptLogprobs if asked for, any number of Delta, one Finished per choice.
 
     Dropping the stream (leaving a `with` block, `close`, garbage collection) cancels the request
     when it still runs. Iteration raises the typed errors of `slotwise_client.errors`.
@@ -93,11 +95,13 @@ class Client:
         messages: str | Sequence[Message],
         *,
         system: str | None = None,
+        tools: Sequence[Tool] = (),
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """`generate` for a question, or for a conversation so far; `system` is put before it."""
-        return self.generate(Chat.of(messages, system=system), timeout=timeout, **options)
+        chat = Chat.of(messages, system=system, tools=tools)
+        return self.generate(chat, timeout=timeout, **options)
 
     def complete(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -147,6 +151,10 @@ class Client:
     def slots(self, *, timeout: float | None = None) -> list[Slot]:
         """Who sits in which slot."""
         return self._unary(protocol.SLOTS, pb.ListSlotsRequest(), timeout)
+
+    def flush_cache(self, *, timeout: float | None = None) -> int:
+        """Forget all cached prefixes; how many tokens of free slots that were."""
+        return self._unary(protocol.FLUSH_CACHE, pb.FlushCacheRequest(), timeout)
 
     def health(self, service: str = protocol.SERVICE, *, timeout: float | None = None) -> Health:
         """Health of the model's service, of the process (""), or of `slotwise.worker/<rank>`."""

@@ -60,6 +60,10 @@ class CancelledError(SlotwiseError):
     """The call was cancelled on its way."""
 
 
+class FailedPreconditionError(SlotwiseError):
+    """No token could continue the output under its constraint; another seed may do better."""
+
+
 class NotFoundError(SlotwiseError):
     """No request of that id waits or runs."""
 
@@ -76,6 +80,7 @@ BY_CODE: dict[grpc.StatusCode, type[SlotwiseError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
     grpc.StatusCode.INTERNAL: InternalError,

@@ -1,5 +1,6 @@
 """What a server says about itself. Fields mirror the messages of `inference.proto` by name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,6 +14,10 @@ class Sampling:
     top_k: int | None
     min_p: float | None
     seed: int | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class ModelInfo:
     has_chat_template: bool
     default_sampling: Sampling
     fingerprint: str
+    output_format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,8 @@ class ServerInfo:
     epoch: int
     workers: tuple[Worker, ...]
     uptime_ns: int
+    max_running: int
+    prefix_reuse: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,20 @@ class Counters:
     rejected_invalid: int
     rejected_full: int
     rejected_unavailable: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCache:
+    """What the prefix cache did since start, in tokens of prompts and in events."""
+
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_hits: int
+    num_copies: int
+    num_copied_tokens: int
+    num_evictions: int
+    num_evicted_tokens: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +125,8 @@ class Load:
     num_steps: int
     prefill_step_ns: int
     decode_step_ns: int
+    max_running: int
+    prefix_cache: PrefixCache
 
 
 class SlotState(StrEnum):
@@ -125,6 +149,8 @@ class Slot:
     num_computed_tokens: int
     prompt_tokens: int
     generated_tokens: int
+    num_cached_tokens: int
+    choice_index: int
 
 
 class Health(StrEnum):

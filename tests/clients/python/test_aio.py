@@ -18,6 +18,7 @@ from slotwise_client import (
     InvalidArgumentError,
     QueueFullError,
     SlotState,
+    Tool,
     UnavailableError,
 )
 
@@ -49,6 +50,19 @@ async def test_many_streams_at_once(client):
 
     answers = await asyncio.gather(*(text(i) for i in range(8)))
     assert answers == [(f"r{i}", "".join(WORDS)) for i in range(8)]
+
+
+async def test_several_answers_whole_and_streamed(client):
+    answer = await client.complete("x", n=2, timeout=TIMEOUT_S)
+    assert [one.index for one in answer.choices] == [0, 1]
+    stream = client.chat("q", n=2, tools=[Tool("find")], parse_output=True, timeout=TIMEOUT_S)
+    events = [event async for event in stream]
+    assert [event.index for event in events if isinstance(event, Finished)] == [0, 1]
+    assert events[1].reasoning_text == "Let me see."
+
+
+async def test_flushing_tells_what_was_forgotten(client):
+    assert await client.flush_cache(timeout=TIMEOUT_S) == 42
 
 
 async def test_dropping_the_stream_cancels_the_call(served, client):

@@ -15,6 +15,7 @@ from slotwise_client import (
     Client,
     DeadlineError,
     Delta,
+    FailedPreconditionError,
     Finished,
     FinishReason,
     Health,
@@ -23,9 +24,12 @@ from slotwise_client import (
     Message,
     MessageTooLargeError,
     NotFoundError,
+    PromptLogprobs,
     QueueFullError,
     SlotState,
     SlotwiseError,
+    Tool,
+    ToolCall,
     UnavailableError,
 )
 
@@ -71,6 +75,31 @@ def test_complete_answers_whole(client):
     assert answer.token_ids == (100, 101, 102, 103, 104)
     assert answer.finished.usage.completion_tokens == 5
     assert answer.accepted.prompt_tokens == 7
+    assert answer.choices[0].tool_calls == (ToolCall("call_0", "find", "{}"),)
+    assert answer.choices[0].reasoning_text == "Let me see."
+    assert answer.prompt_logprobs == ()
+
+
+def test_several_answers_with_logprobs(client):
+    answer = client.complete("x", n=2, prompt_logprobs=1, timeout=TIMEOUT_S)
+    assert [(one.index, one.finished.index) for one in answer.choices] == [(0, 0), (1, 1)]
+    assert answer.prompt_logprobs[0].token.rank == 2
+    assert answer.choices[1].logprobs[0].best[0].text == b"\xe2\x82"
+    events = list(client.generate("x", n=2, prompt_logprobs=1, logprobs=1, timeout=TIMEOUT_S))
+    assert isinstance(events[1], PromptLogprobs)
+    assert [event.index for event in events if isinstance(event, Finished)] == [0, 1]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert [delta.index for delta in deltas] == [0, 1] * len(WORDS)
+    assert deltas[0].logprobs[0].token.logprob == -1.5
+
+
+def test_reasoning_and_calls_are_apart_from_the_text(served, client):
+    events = list(client.chat("q", tools=[Tool("find")], parse_output=True, timeout=TIMEOUT_S))
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert "".join(delta.reasoning_text for delta in deltas) == "Let me see."
+    parts = [part for delta in deltas for part in delta.tool_calls]
+    assert "".join(part.arguments_json for part in parts) == '{"what": "it"}'
+    assert served.script.requests[-1].chat.tools[0].name == "find"
 
 
 def test_leaving_the_loop_cancels_the_call(served, client):
@@ -123,6 +152,9 @@ def test_the_small_calls(served, client):
     assert client.server_info().workers[0].self_tests[0].passed
     assert client.load().requests.accepted == 5
     assert [slot.state for slot in client.slots()] == [SlotState.FREE, SlotState.DECODE]
+    assert client.load().prefix_cache.num_hits == 3
+    assert client.server_info().max_running == 4
+    assert client.flush_cache() == 42
     client.cancel("some")
     assert served.script.requests[-1].request_id == "some"
 
@@ -135,6 +167,7 @@ def test_the_small_calls(served, client):
         (code_pb2.UNAVAILABLE, UnavailableError),
         (code_pb2.INTERNAL, InternalError),
         (code_pb2.DEADLINE_EXCEEDED, DeadlineError),
+        (code_pb2.FAILED_PRECONDITION, FailedPreconditionError),
         (code_pb2.DATA_LOSS, SlotwiseError),
     ],
 )

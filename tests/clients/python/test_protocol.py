@@ -9,6 +9,8 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise_client import (
     Accepted,
     Chat,
+    Choice,
+    Completion,
     Counters,
     Delta,
     Finished,
@@ -17,12 +19,20 @@ from slotwise_client import (
     Load,
     Message,
     ModelInfo,
+    PrefixCache,
+    PromptLogprobs,
+    RenderedChat,
     Sampling,
     SelfTest,
     ServerInfo,
     Slot,
     SlotState,
     Timings,
+    TokenLogprob,
+    TokenLogprobs,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
     Usage,
     Worker,
 )
@@ -65,28 +75,80 @@ def test_every_option_reaches_its_field():
         "top_k": -1,
         "min_p": 0.125,
         "seed": 2**64 - 1,
+        "frequency_penalty": -0.5,
+        "presence_penalty": 0.75,
+        "repetition_penalty": 1.25,
+        "logit_bias": {3: -100, 4: 0.5},
         "max_new_tokens": 9,
+        "min_new_tokens": 2,
         "stop": ["a", "b"],
         "stop_token_ids": [4, 5],
         "ignore_eos": True,
         "include_stop_in_output": True,
         "parse_control_tokens": True,
         "omit_text": True,
+        "logprobs": 0,
+        "prompt_logprobs": 20,
+        "regex": "a+",
+        "n": 3,
+        "cache_salt": "s",
+        "parse_output": True,
     }
-    assert options.keys() == GenerateOptions.__annotations__.keys()
-    sampling = pb.SamplingParams(temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, seed=2**64 - 1)
+    others = {"json_schema", "json_object", "grammar", "choice"}
+    assert options.keys() | others == GenerateOptions.__annotations__.keys()
+    sampling = pb.SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=-1,
+        min_p=0.125,
+        seed=2**64 - 1,
+        frequency_penalty=-0.5,
+        presence_penalty=0.75,
+        repetition_penalty=1.25,
+        logit_bias={3: -100, 4: 0.5},
+    )
     assert generate_request("x", options) == pb.GenerateRequest(
         text="x",
         request_id="r",
         sampling=sampling,
         max_new_tokens=9,
+        min_new_tokens=2,
         stop=["a", "b"],
         stop_token_ids=[4, 5],
         ignore_eos=True,
         include_stop_in_output=True,
         parse_control_tokens=True,
         omit_text=True,
+        logprobs=0,
+        prompt_logprobs=20,
+        regex="a+",
+        n=3,
+        cache_salt="s",
+        parse_output=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"json_schema": '{"type": "null"}'}, {"json_schema": '{"type": "null"}'}),
+        ({"json_schema": {"type": "null"}}, {"json_schema": '{"type": "null"}'}),
+        ({"json_object": True}, {"json_object": pb.JsonObject()}),
+        ({"json_object": False}, {}),
+        ({"json_object": False, "regex": ""}, {"regex": ""}),
+        ({"grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+        ({"choice": ["a", "b"]}, {"choice": pb.Choice(texts=["a", "b"])}),
+        ({"choice": []}, {"choice": pb.Choice()}),
+    ],
+)
+def test_a_constraint_is_the_one_member_that_was_chosen(options, fields):
+    assert generate_request("x", options) == pb.GenerateRequest(text="x", **fields)
+
+
+def test_a_second_constraint_is_refused_and_does_not_replace_the_first():
+    with pytest.raises(InvalidArgumentError, match="json_schema is set already") as caught:
+        generate_request("x", {"json_schema": "{}", "choice": ["a"]})
+    assert caught.value.field == "choice"
 
 
 def test_the_options_are_all_that_the_protocol_has():
@@ -110,6 +172,10 @@ def test_an_unknown_option_is_refused_by_name():
         ({"max_new_tokens": -3}, "max_new_tokens"),
         ({"stop_token_ids": [1, -1]}, "stop_token_ids"),
         ({"stop": "END"}, "stop"),
+        ({"choice": "END"}, "choice.texts"),
+        ({"logit_bias": {-1: 2.0}}, "sampling.logit_bias"),
+        ({"logit_bias": [3]}, "sampling.logit_bias"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
     ],
 )
 def test_a_value_its_field_cannot_hold_is_refused_with_the_field(options, field):
@@ -139,6 +205,27 @@ def test_a_chat_keeps_roles_absent_content_and_template_arguments():
     assert json.loads(message.template_kwargs_json) == {"enable_thinking": False}
 
 
+def test_every_field_of_messages_and_tools_is_sent():
+    call = ToolCall("call_0", "find", '{"what": "it"}')
+    turn = Message("assistant", "c", [call], "call_9", "n", "r")
+    tool = Tool("find", "Finds.", {"type": "object"})
+    message = chat_message(Chat.of([turn], tools=[tool], template_kwargs={"a": 1}))
+    assert message.messages[0] == pb.ChatMessage(
+        role="assistant",
+        content="c",
+        tool_calls=[pb.ToolCall(id="call_0", name="find", arguments_json='{"what": "it"}')],
+        tool_call_id="call_9",
+        name="n",
+        reasoning_content="r",
+    )
+    wanted = pb.Tool(name="find", description="Finds.", parameters_json='{"type": "object"}')
+    assert list(message.tools) == [wanted]
+    assert message.template_kwargs_json == '{"a": 1}'
+    assert chat_message(Chat([], tools=[Tool("f")])).tools[0] == pb.Tool(name="f")
+    for cls, kind in ((Message, pb.ChatMessage), (ToolCall, pb.ToolCall)):
+        assert {f.name for f in fields(cls)} == {f.name for f in kind.DESCRIPTOR.fields}
+
+
 def test_a_system_message_goes_before_a_conversation():
     chat = Chat.of([Message("user", "a"), Message("assistant", "b")], system="s")
     assert [turn.role for turn in chat.messages] == ["system", "user", "assistant"]
@@ -155,6 +242,9 @@ MIRRORS = [
     (Slot, pb.Slot),
     (Usage, pb.Usage),
     (Timings, pb.Timings),
+    (PrefixCache, pb.PrefixCacheCounters),
+    (ToolCall, pb.ToolCall),
+    (ToolCallDelta, pb.ToolCallDelta),
 ]
 
 
@@ -168,10 +258,32 @@ def test_an_empty_message_can_be_read(cls, message):
     assert isinstance(mirror(cls, message()), cls)
 
 
+READ = [
+    (Choice, pb.CompleteChoice),
+    (Completion, pb.CompleteResponse),
+    (TokenLogprob, pb.TokenLogprob),
+    (TokenLogprobs, pb.TokenLogprobs),
+    (RenderedChat, pb.RenderChatResponse),
+]
+OF_A_STREAM = [(Accepted, pb.Accepted), (Delta, pb.Delta), (PromptLogprobs, pb.PromptLogprobs)]
+
+
+@pytest.mark.parametrize(("cls", "message"), READ)
+def test_answers_have_the_fields_of_the_protocol(cls, message):
+    assert {f.name for f in fields(cls)} == {f.name for f in message.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize(("cls", "message"), OF_A_STREAM)
+def test_events_have_the_fields_of_the_protocol_and_the_request(cls, message):
+    wanted = {f.name for f in message.DESCRIPTOR.fields} | {"request_id"}
+    assert {f.name for f in fields(cls)} == wanted
+
+
 def test_presence_becomes_none_and_zero_stays_zero():
     assert mirror(Sampling, pb.SamplingParams(top_k=0)).top_k == 0
     assert mirror(Sampling, pb.SamplingParams()).top_k is None
     assert mirror(Slot, pb.Slot()).request_id is None
+    assert mirror(Sampling, pb.SamplingParams(logit_bias={3: 0.5})).logit_bias == {3: 0.5}
 
 
 @pytest.mark.parametrize("state", list(SlotState))
@@ -199,6 +311,25 @@ def test_events_of_a_stream():
     delta = pb.Delta(index=1, first_token_index=6, token_ids=[8, 9], text="ab")
     assert event(pb.GenerateResponse(request_id="r", delta=delta)) == Delta("r", 1, 6, (8, 9), "ab")
     assert event(pb.GenerateResponse(request_id="r")) is None
+
+
+def test_all_of_a_delta_is_read():
+    token = pb.TokenLogprob(token_id=8, logprob=-0.5, rank=1, text=b"\xe2")
+    delta = pb.Delta(
+        token_ids=[8],
+        logprobs=[pb.TokenLogprobs(token=token, best=[token, token])],
+        reasoning_text="r",
+        tool_calls=[pb.ToolCallDelta(index=1, id="i", name="n", arguments_json="{")],
+    )
+    mine = TokenLogprob(8, -0.5, 1, b"\xe2")
+    rows = (TokenLogprobs(mine, (mine, mine)),)
+    parts = (ToolCallDelta(1, "i", "n", "{"),)
+    assert event(pb.GenerateResponse(request_id="r", delta=delta)) == Delta(
+        "r", 0, 0, (8,), "", rows, "r", parts
+    )
+    part = pb.PromptLogprobs(first_token_index=4, logprobs=delta.logprobs)
+    got = event(pb.GenerateResponse(request_id="r", prompt_logprobs=part))
+    assert got == PromptLogprobs("r", 4, rows)
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))
