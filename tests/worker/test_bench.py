@@ -59,6 +59,12 @@ def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["kv_bytes_per_position"] for rank in report["ranks"]] == [64, 64]
     assert report["ranks"][0]["kv_bytes"] == 3 * 640 * 64
     assert report["ranks"][0]["largest_fitting"] == [[3, 640]]
+    few = [*arguments, "--max-running", "1"]
+    assert main(["plan", "--model", str(folder), *few]) == 0
+    smaller = printed(capsys)["ranks"][0]
+    assert smaller["limits"]["max_running"] == 1
+    assert smaller["kv_bytes"] == report["ranks"][0]["kv_bytes"]
+    assert smaller["workspace_bytes"] < report["ranks"][0]["workspace_bytes"]
     left, right = report["ranks"]
     assert left["available_bytes"] + right["needed_bytes"] < psutil.virtual_memory().total
 
@@ -68,6 +74,7 @@ def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["plan", "--max-seq-len", "9999"], "max_seq_len 9999"),
         (["plan", "--tp", "4"], "4 ranks"),
+        (["plan", "--max-running", "9"], "max_running 9"),
         (["plan", "--dtype", "int8"], "int8"),
         (["bench", "--concurrency", "0"], "--concurrency"),
     ],

@@ -11,6 +11,8 @@ from checkpoints import make_checkpoint
 from worker.checkpoint import open_checkpoint
 from worker.errors import MemoryPlanError
 from worker.memory_plan import (
+    CPU_FOOTPRINT,
+    Footprint,
     MemoryPlan,
     ServingLimits,
     check_fits,
@@ -113,6 +115,43 @@ def test_loaded_weights_are_not_counted_twice() -> None:
     warm = without_weights(resident)
     assert warm.predicted_bytes == cold.predicted_bytes
     assert warm.fits == cold.fits
+
+
+GPU = Footprint(
+    row_grid=128,
+    row_table=True,
+    float32_activations=False,
+    attention_tile=128,
+    reserve_bytes=0,
+    group_bytes=0,
+)
+
+
+def workspace(limits: ServingLimits, footprint: Footprint) -> int:
+    shard = shard_of(SMOLLM2, 0, 1)
+    return plan_memory(SMOLLM2, shard, limits, 0, 1 << 40, 1 << 40, footprint).workspace_bytes
+
+
+def test_slots_that_do_not_run_take_their_positions_alone() -> None:
+    few, many = replace(LIMITS, max_running=2), replace(LIMITS, num_slots=64, max_running=2)
+    for footprint in (CPU_FOOTPRINT, GPU):
+        assert workspace(many, footprint) == workspace(few, footprint)
+        assert workspace(few, footprint) < workspace(
+            replace(LIMITS, max_running=8, max_step_tokens=1024), footprint
+        )
+    assert plan(limits=many).kv_bytes == 8 * plan(limits=few).kv_bytes
+
+
+def test_a_gpus_table_of_rows() -> None:
+    """Counts and biases of 4 bytes a token, a bit of mask; a copy of the logits is sampled from."""
+    vocab, tiles = 49152, 32
+    row = 4 * 9 * tiles * 66 + 8 * vocab + 4 * (vocab // 32)
+    # 64 rows more on the grid: 128 sampled ones, and those of a forward, are counted the same.
+    one, more = replace(LIMITS, max_running=1), replace(LIMITS, max_running=64)
+    limits = [replace(limit, max_step_tokens=64) for limit in (one, more)]
+    assert workspace(limits[1], GPU) - workspace(limits[0], GPU) == 63 * row
+    with_table, without = (workspace(limits[0], replace(GPU, row_table=t)) for t in (True, False))
+    assert with_table - without == 8 * vocab + 4 * (vocab // 32) + 128 * 4 * vocab
 
 
 def test_64_bit_sizes() -> None:

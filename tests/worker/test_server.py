@@ -7,7 +7,7 @@ import gc
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,16 @@ from worker_driver import Driver, sampling
 
 from checkpoints import make_checkpoint
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
-from worker.batch import StepCommand, StepResult
+from worker import server as worker_server
+from worker.batch import (
+    DecodeRow,
+    LogitAdjustment,
+    PrefillChunk,
+    Prefix,
+    SlotSetup,
+    StepCommand,
+    StepResult,
+)
 from worker.checkpoint import open_checkpoint
 from worker.config import MAX_MESSAGE_BYTES
 from worker.device import CpuDevice
@@ -158,7 +167,9 @@ async def test_configure_and_steps(served: Served) -> None:
     assert len(info.fingerprint) == 32
     assert info.predicted_memory_bytes > 0
     assert info.measured_memory_bytes > 0
-    assert [test.passed for test in info.self_tests] == [True, True, True]
+    assert [test.passed for test in info.self_tests] == [True] * 4
+    assert (info.max_running, info.max_logprobs_steps) == (2, 2**31 - 1)
+    assert info.prefix_reuse == worker_pb2.PREFIX_REUSE_ALL
     for request in (prefill(), decode(2, 3), decode(3, 5)):
         await stream.write(request)
     results = [await result(stream) for _ in range(3)]
@@ -169,6 +180,109 @@ async def test_configure_and_steps(served: Served) -> None:
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
     assert await stream.code() == grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(("asked", "num_running"), [(0, 5), (1, 1), (5, 5)])
+async def test_slots_that_may_run(served: Served, asked: int, num_running: int) -> None:
+    _, info = await served.configured(num_slots=5, max_running=asked)
+    assert (info.num_slots, info.max_running) == (5, num_running)
+
+
+@pytest.mark.parametrize(
+    ("failing", "reuse"),
+    [
+        ("prefill_kv_equals_decode_kv", worker_pb2.PREFIX_REUSE_PREFILL),
+        ("chunks_equal_whole_prefill", worker_pb2.PREFIX_REUSE_NONE),
+    ],
+)
+async def test_a_self_test_that_fails_limits_what_is_reused(
+    served: Served, monkeypatch: pytest.MonkeyPatch, failing: str, reuse: int
+) -> None:
+    import worker.rank
+
+    run = worker.rank.run_self_tests
+    monkeypatch.setattr(
+        worker.rank,
+        "run_self_tests",
+        lambda *a: [replace(test, passed=test.name != failing) for test in run(*a)],
+    )
+    _, info = await served.configured()
+    assert info.prefix_reuse == reuse
+    assert {test.name for test in info.self_tests if not test.passed} == {failing}
+
+
+def adjustment(**fields: Any) -> worker_pb2.LogitAdjustment:
+    return worker_pb2.LogitAdjustment(repetition_penalty=1.0, **fields)
+
+
+def setup_with(**fields: Any) -> worker_pb2.SlotSetup:
+    return worker_pb2.SlotSetup(top_p=1.0, max_len=40, **fields)
+
+
+async def test_every_field_reaches_the_rank(served: Served) -> None:
+    """Row by row against the same commands as plain data."""
+    mask = bytes(20) + b"\xf0" + bytes(19)
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": -1.25, "repetition_penalty": 1.5}
+    ids = {"prompt_token_ids": (5, 9), "generated_token_ids": (160, 161, 160)}
+    plain = LogitAdjustment(**penalties, **ids, biases=((162, 3.0), (7, -2.5)), min_len=6)
+    wanted = worker_pb2.SlotSetup(
+        temperature=0.5,
+        top_p=1.0,
+        max_len=40,
+        end_token_ids=[163],
+        num_logprobs=1,
+        num_prompt_logprobs=0,
+        decode_row=1,
+        masked=True,
+        adjustment=worker_pb2.LogitAdjustment(
+            **penalties, **ids, bias_token_ids=[162, 7], biases=[3.0, -2.5], min_len=6
+        ),
+    )
+    driver = Driver(served.folder, max_seq_len=64, num_slots=4, max_running=2)
+    setup = SlotSetup(0.5, 1.0, 0, 0.0, 0, (163,), 40, 1, 0, 1, True, plain)
+    piece, more = PrefillChunk(3, 1, 0, PROMPT, False, setup, None, 8), (8, 7)
+    prefix = Prefix(3, 1, 6)
+    other = SlotSetup(0.0, 1.0, 0, 0.0, 0, (), 40)
+    commands = [
+        (piece,),
+        (PrefillChunk(3, 1, 5, more, True, None, allowed_tokens=mask),),
+        (DecodeRow(3, 1, mask), PrefillChunk(2, 1, 6, (9,), True, other, prefix)),
+    ]
+    chunks = [
+        worker_pb2.PrefillChunk(token_ids=PROMPT, setup=wanted, next_token_id=8),
+        worker_pb2.PrefillChunk(start=5, token_ids=more, sample=True),
+        worker_pb2.PrefillChunk(
+            start=6,
+            token_ids=[9],
+            sample=True,
+            setup=worker_pb2.SlotSetup(top_p=1.0, max_len=40),
+            prefix=worker_pb2.Prefix(source_slot=3, source_generation=1, length=6),
+        ),
+    ]
+    decoding = worker_pb2.DecodeRow()
+    requests = [
+        step(1, worker_pb2.Row(slot=3, generation=1, prefill=chunks[0])),
+        step(2, worker_pb2.Row(slot=3, generation=1, prefill=chunks[1], allowed_tokens=mask)),
+        step(
+            3,
+            worker_pb2.Row(slot=3, generation=1, decode=decoding, allowed_tokens=mask),
+            worker_pb2.Row(slot=2, generation=1, prefill=chunks[2]),
+        ),
+    ]
+    read = [worker_server._step_command(request).rows for request in requests]
+    assert read == commands
+    stream, _ = await served.configured(max_seq_len=64, num_slots=4, max_running=2)
+    seen = []
+    for request, rows in zip(requests, commands, strict=True):
+        await stream.write(request)
+        got, expected = await result(stream), driver.run(*rows)
+        assert got.digest == expected.digest
+        for message, row in zip(got.rows, expected.rows, strict=True):
+            assert tuple(message.token_ids) == row.token_ids
+            seen.append(len(message.prompt_logprobs))
+            for said, token in zip(message.prompt_logprobs, row.prompt_logprobs, strict=True):
+                assert (said.logprob, said.rank) == (token.logprob, token.rank)
+    assert seen == [5, 1, 0, 0]
 
 
 async def test_defaults(served: Served) -> None:
@@ -301,8 +415,10 @@ def test_many_slots_widen_the_step_unless_it_is_given(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_checkpoint(tmp_path / "model", "qwen3"))
     limits = resolve_limits(checkpoint, RankSetup(1, num_slots=300), CpuDevice)
     assert limits.max_step_tokens == 300
-    with pytest.raises(SetupError, match="max_step_tokens 299 is less than num_slots 300"):
+    with pytest.raises(SetupError, match="max_step_tokens 299 is less than max_running 300"):
         resolve_limits(checkpoint, RankSetup(1, num_slots=300, max_step_tokens=299), CpuDevice)
+    few = RankSetup(1, num_slots=300, max_running=299, max_step_tokens=299)
+    assert resolve_limits(checkpoint, few, CpuDevice).max_step_tokens == 299
 
 
 @pytest.mark.parametrize(
@@ -311,6 +427,12 @@ def test_many_slots_widen_the_step_unless_it_is_given(tmp_path: Path) -> None:
         ({"epoch": 0}, "INVALID_ARGUMENT", "epoch 0"),
         ({"world_size": 0}, "INVALID_ARGUMENT", "world_size 0"),
         ({"num_slots": 0}, "FAILED_PRECONDITION", "num_slots.*0"),
+        ({"max_running": 3}, "FAILED_PRECONDITION", "max_running 3 is more than num_slots 2"),
+        (
+            {"num_slots": 9, "max_running": 5, "max_step_tokens": 4},
+            "FAILED_PRECONDITION",
+            "max_step_tokens 4.*max_running 5",
+        ),
         ({"max_step_tokens": 1}, "FAILED_PRECONDITION", "max_step_tokens 1.*2"),
         ({"max_seq_len": 641}, "FAILED_PRECONDITION", "max_seq_len 641.*640"),
         ({"weight_dtype": "int4"}, "FAILED_PRECONDITION", "weight_dtype 'int4'.*bfloat16"),
@@ -348,6 +470,20 @@ async def test_broken_checkpoint(served: Served) -> None:
         (prefill(start=3), "starts at 3"),
         (prefill(token_ids=[4] * 65), "65 tokens|max_len"),
         (step(1, worker_pb2.Row(slot=1, generation=1)), "neither prefill nor decode"),
+        (prefill(setup=setup_with(decode_row=2)), r"slot 1: decode row 2 is not in \[0, 2\)"),
+        (prefill(setup=setup_with(masked=True)), "slot 1: 0 bytes of allowed_tokens, 40 are due"),
+        (prefill(setup=setup_with(num_prompt_logprobs=21)), "num_prompt_logprobs 21"),
+        (prefill(next_token_id=0), "slot 1: next_token_id"),
+        (prefill(start=1, prefix=worker_pb2.Prefix(length=1)), "prefix of 1 positions of slot 0"),
+        (prefill(prefix=worker_pb2.Prefix()), "prefix of 0 positions of slot 0"),
+        (
+            prefill(setup=setup_with(adjustment=worker_pb2.LogitAdjustment())),
+            "slot 1: repetition_penalty 0.0",
+        ),
+        (
+            prefill(setup=setup_with(adjustment=adjustment(bias_token_ids=[1, 2], biases=[0.5]))),
+            "2 bias_token_ids and 1 biases",
+        ),
         (step(1), "at least one row"),
         (worker_pb2.RunRequest(configure=configure()), "only steps"),
         (worker_pb2.RunRequest(), "only steps"),
