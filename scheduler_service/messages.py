@@ -62,13 +62,18 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
             "leave it out",
         )
     for descriptor, value in message.ListFields():
-        if descriptor.type != FieldDescriptor.TYPE_MESSAGE:
+        if descriptor.type != FieldDescriptor.TYPE_MESSAGE or _is_map(descriptor):
             continue
         if isinstance(value, Message):
             refuse_unknown_fields(value, _join(path, descriptor.name))
         else:
             for index, item in enumerate(value):
                 refuse_unknown_fields(item, _join(path, f"{descriptor.name}[{index}]"))
+
+
+def _is_map(descriptor: FieldDescriptor) -> bool:
+    """Of numbers, as all maps of the API: no message is in it."""
+    return bool(descriptor.message_type.GetOptions().map_entry)
 
 
 def generate_call(request: pb.GenerateRequest) -> GenerateCall:

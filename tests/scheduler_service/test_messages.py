@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler_service import messages
+from scheduler_service.chat_output import ToolCallPiece
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.generate_call import ChatInput, ChatMessage, IdsInput, TextInput
+from scheduler_service.logprobs import TokenLogprob, TokenLogprobs
 from scheduler_service.request import FinishedEvent, FinishReason
 from scheduler_service.service import End, Update
 from slotwise.v1 import inference_pb2 as pb
@@ -14,7 +18,23 @@ def test_nothing_set_is_none_and_not_zero():
     call = messages.generate_call(pb.GenerateRequest(text="a"))
     assert call.prompt == TextInput("a")
     assert call.request_id is None
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens"):
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_new_tokens",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "constraint",
+        "n",
+        "cache_salt",
+    ):
         assert getattr(call, name) is None
 
 
@@ -44,6 +64,64 @@ def test_everything_arrives():
     assert call.include_stop_in_output
     assert call.omit_text
     assert (call.temperature, call.seed) == (0.5, (1 << 64) - 1)
+
+
+def a_value(field):
+    """One that is not the field's default."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return {3: 1.5}
+    if field.message_type is not None:
+        value = filled(field.message_type._concrete_class)
+    else:
+        numbers = {"float": 0.25, "double": 0.25, "bool": True, "str": "{}"}
+        python = {field.CPPTYPE_FLOAT: "float", field.CPPTYPE_BOOL: "bool"}
+        python[field.CPPTYPE_STRING] = "str"
+        value = numbers.get(python.get(field.cpp_type, "int"), 2)
+    return [value] if field.is_repeated else value
+
+
+def filled(kind):
+    """A message with every field set; of a oneof, the last."""
+    return kind(**{field.name: a_value(field) for field in kind.DESCRIPTOR.fields})
+
+
+@pytest.mark.parametrize("field", list(pb.GenerateRequest.DESCRIPTOR.fields), ids=lambda f: f.name)
+def test_no_field_is_ignored(field):
+    if field.name == "parse_control_tokens":
+        base, changed = pb.GenerateRequest(text="a"), pb.GenerateRequest(text="a")
+        changed.parse_control_tokens = True
+    elif field.containing_oneof is not None and field.containing_oneof.name == "input":
+        base, changed = pb.GenerateRequest(text="?"), pb.GenerateRequest()
+        changed.MergeFrom(pb.GenerateRequest(**{field.name: a_value(field)}))
+    else:
+        base = pb.GenerateRequest(text="a")
+        changed = pb.GenerateRequest(text="a", **{field.name: a_value(field)})
+    assert messages.generate_call(base) != messages.generate_call(changed)
+
+
+@pytest.mark.parametrize(
+    "kind", [pb.SamplingParams, pb.Chat, pb.ChatMessage, pb.ToolCall, pb.Tool, pb.Choice]
+)
+def test_no_field_of_a_part_is_ignored(kind):
+    def request(part):
+        match part:
+            case pb.SamplingParams():
+                return pb.GenerateRequest(text="a", sampling=part)
+            case pb.Choice():
+                return pb.GenerateRequest(text="a", choice=part)
+            case pb.Chat():
+                return pb.GenerateRequest(chat=part)
+            case pb.ChatMessage():
+                return request(pb.Chat(messages=[part]))
+            case pb.ToolCall():
+                return request(pb.ChatMessage(tool_calls=[part]))
+            case pb.Tool():
+                return request(pb.Chat(tools=[part]))
+
+    base = messages.generate_call(request(kind()))
+    for field in kind.DESCRIPTOR.fields:
+        part = kind(**{field.name: a_value(field)})
+        assert messages.generate_call(request(part)) != base, field.name
 
 
 def test_the_other_inputs():
@@ -117,7 +195,7 @@ def finished_event(**changes) -> FinishedEvent:
 
 
 def test_the_end():
-    message = messages.finished(End(finished_event(matched_token_id=0), None))
+    message = messages.finished(0, End(finished_event(matched_token_id=0), None))
     assert message.finish_reason == pb.FINISH_REASON_STOP
     assert message.WhichOneof("matched_stop") == "matched_token_id"
     assert (message.usage.prompt_tokens, message.usage.completion_tokens) == (3, 4)
@@ -127,22 +205,81 @@ def test_the_end():
 
 
 def test_a_matched_string_and_no_match():
-    matched = messages.finished(End(finished_event(), "stop"))
+    matched = messages.finished(0, End(finished_event(), "stop"))
     assert matched.matched_stop_string == "stop"
-    long = messages.finished(End(finished_event(reason=FinishReason.LENGTH), None))
+    long = messages.finished(0, End(finished_event(reason=FinishReason.LENGTH), None))
     assert long.finish_reason == pb.FINISH_REASON_LENGTH
     assert long.WhichOneof("matched_stop") is None
 
 
 def test_a_delta():
-    delta = messages.delta(Update(5, (1, 2), "ab"))
+    delta = messages.delta(Update(3, 5, (1, 2), "ab"))
     assert (delta.first_token_index, list(delta.token_ids), delta.text) == (5, [1, 2], "ab")
+    assert delta.index == 3
+
+
+def token_logprobs(token_id: int, num_best: int) -> TokenLogprobs:
+    best = tuple(TokenLogprob(i, -0.5, i + 1, b"b") for i in range(num_best))
+    return TokenLogprobs(TokenLogprob(token_id, -1.0, 4, b"t"), best)
+
+
+def test_an_update_as_messages():
+    """Prompt logprobs in parts, then the delta, then the end; nothing for what is empty."""
+    many = tuple(token_logprobs(i, 20) for i in range(messages.PROMPT_LOGPROBS_PART + 1))
+    end = End(finished_event(num_cached_tokens=2), None)
+    update = Update(1, 0, (7,), "t", (token_logprobs(7, 1),), first_prompt_index=1)
+    whole = list(messages.responses(replace(update, prompt_logprobs=many, end=end)))
+    kinds = [response.WhichOneof("event") for response in whole]
+    assert kinds == ["prompt_logprobs", "prompt_logprobs", "delta", "finished"]
+    parts = [response.prompt_logprobs for response in whole[:2]]
+    assert [part.first_token_index for part in parts] == [1, 1 + messages.PROMPT_LOGPROBS_PART]
+    assert [one.token.token_id for part in parts for one in part.logprobs] == list(range(len(many)))
+    assert all(response.ByteSize() < 1 << 20 for response in whole)
+    logprobs = whole[2].delta.logprobs[0]
+    assert (logprobs.token.token_id, logprobs.token.rank, logprobs.token.text) == (7, 4, b"t")
+    assert [best.token_id for best in logprobs.best] == [0]
+    assert whole[3].finished.index == 1
+    assert whole[3].finished.usage.cached_tokens == 2
+    assert not list(messages.responses(Update(0, 3, (), "")))
+
+
+def test_updates_join_to_choices():
+    response = pb.CompleteResponse(choices=[pb.CompleteChoice(index=i) for i in range(2)])
+    calls = [(ToolCallPiece(0, "id", "f", "{"),), (ToolCallPiece(0, arguments_json="}"),)]
+    for index, (text, call) in enumerate(zip("ab", calls, strict=True)):
+        messages.add_update(
+            response, Update(1, index, (index,), text, reasoning="r", tool_calls=call)
+        )
+    messages.add_update(response, Update(1, 2, (), "", end=End(finished_event(), None)))
+    choice = response.choices[1]
+    assert (choice.text, choice.reasoning_text, list(choice.token_ids)) == ("ab", "rr", [0, 1])
+    (call,) = choice.tool_calls
+    assert (call.id, call.name, call.arguments_json) == ("id", "f", "{}")
+    assert choice.finished.finish_reason == pb.FINISH_REASON_STOP
+    assert not response.choices[0].HasField("finished")
 
 
 @pytest.mark.parametrize(
     ("field", "limit", "request_"),
     [
-        ("stop", 16, pb.GenerateRequest(text="a", stop=["a"] * 17)),
+        ("stop", 16, pb.GenerateRequest(text="a", stop=["a"] * 10_000)),
+        (
+            "sampling.logit_bias",
+            1024,
+            pb.GenerateRequest(
+                text="a", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+            ),
+        ),
+        (
+            "choice.texts",
+            1024,
+            pb.GenerateRequest(text="a", choice=pb.Choice(texts=["a"] * 1025)),
+        ),
+        (
+            "chat.tools",
+            1024,
+            pb.GenerateRequest(chat=pb.Chat(tools=[pb.Tool()] * 1025)),
+        ),
         (
             "chat.messages",
             1 << 14,
@@ -162,6 +299,6 @@ def test_a_delta():
 )
 def test_long_lists_are_refused_by_their_length(field, limit, request_):
     """Before anything is done with their items, which would make other calls wait."""
-    with pytest.raises(InvalidArgumentError, match=f"{(limit + 1)} .* at most {limit}") as caught:
+    with pytest.raises(InvalidArgumentError, match=f"at most {limit} ") as caught:
         messages.generate_call(request_)
     assert caught.value.field == field

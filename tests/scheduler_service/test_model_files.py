@@ -70,9 +70,19 @@ def test_sampling_defaults_come_from_generation_config(tmp_path):
 
 def test_what_is_not_applied_is_named(tmp_path):
     write_model(tmp_path)
-    values = {"repetition_penalty": 1.1, "num_beams": 1, "typical_p": 1.0}
+    values = {"no_repeat_ngram_size": 3, "num_beams": 1, "typical_p": 1.0}
     write_json(tmp_path / "generation_config.json", values)
-    assert read(tmp_path).unapplied == ("repetition_penalty 1.1",)
+    assert read(tmp_path).unapplied == ("no_repeat_ngram_size 3",)
+
+
+def test_a_repetition_penalty_is_a_default(tmp_path):
+    write_model(tmp_path)
+    write_json(tmp_path / "generation_config.json", {"repetition_penalty": 1.05})
+    model = read(tmp_path)
+    assert (model.default_sampling.repetition_penalty, model.unapplied) == (1.05, ())
+    write_json(tmp_path / "generation_config.json", {"repetition_penalty": 0})
+    with pytest.raises(ModelFilesError, match=r"repetition_penalty.*above 0"):
+        read(tmp_path)
 
 
 def test_the_template_file_wins(tmp_path):

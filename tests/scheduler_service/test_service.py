@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 from tokenizer_files import write_model
 
 from scheduler_service.errors import (
+    ConstraintError,
     CorruptedError,
     DeadlineError,
     DuplicateRequestError,
@@ -16,7 +18,16 @@ from scheduler_service.errors import (
     UnknownRequestError,
 )
 from scheduler_service.generate_call import GenerateCall, IdsInput
-from scheduler_service.request import FinishedEvent, FinishReason, Request, TokenEvent
+from scheduler_service.logprobs import LEAST_LOGPROB, TokenLogprob
+from scheduler_service.request import (
+    FinishedEvent,
+    FinishReason,
+    PromptLogprobsEvent,
+    Request,
+    TokenEvent,
+    TokenLogprobs,
+    choice_id,
+)
 from scheduler_service.request_stream import RequestStream
 from scheduler_service.service import DEADLINE_SLACK_NS, InferenceService, Rejections, load_model
 
@@ -41,9 +52,9 @@ class FakeEngine:
             raise UnavailableError("starting")
         return SimpleNamespace(geometry=SimpleNamespace(max_seq_len=64))
 
-    def submit(self, request: Request) -> RequestStream:
-        self.requests.append(request)
-        self.stream = RequestStream(request.request_id, 3)
+    def submit(self, requests: Sequence[Request]) -> RequestStream:
+        self.requests += requests
+        self.stream = RequestStream(requests[0].call_id, 3, len(requests))
         return self.stream
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
@@ -55,11 +66,12 @@ class FakeEngine:
         self.stopped.append((request_id, num_tokens))
         return self.known
 
-    def tokens(self, first: int, *ids: int) -> None:
-        self.stream.push(TokenEvent("r", first, ids))
+    def tokens(self, first: int, *ids: int, answer: int = 0, logprobs=()) -> None:
+        self.stream.push(TokenEvent(choice_id("r", answer), first, ids, logprobs))
 
-    def finish(self, reason: FinishReason, num_tokens: int = 0, **more) -> None:
-        self.stream.push(FinishedEvent("r", reason, 1, num_tokens, 1, 2, 3, 4, **more))
+    def finish(self, reason: FinishReason, num_tokens: int = 0, answer: int = 0, **more) -> None:
+        name = choice_id("r", answer)
+        self.stream.push(FinishedEvent(name, reason, 1, num_tokens, 1, 2, 3, 4, **more))
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +103,12 @@ async def test_what_is_here_is_joined_into_one_update(service, engine, model):
         a, b, c = ids(model, "abc")
         engine.tokens(0, a)
         engine.tokens(1, b)
-        update = await generation.next()
+        (update,) = await generation.next()
         assert (update.first_token_index, update.token_ids, update.text) == (0, (a, b), "ab")
         assert update.end is None
         engine.tokens(2, c)
         engine.finish(FinishReason.LENGTH, 3)
-        update = await generation.next()
+        (update,) = await generation.next()
         assert (update.first_token_index, update.token_ids, update.text) == (2, (c,), "c")
         assert update.end.event.reason is FinishReason.LENGTH
     assert engine.cancelled == []
@@ -109,13 +121,13 @@ async def test_a_stop_string_ends_the_request_whatever_happened_meanwhile(
     engine.known = known
     async with await service.begin(call(stop=("bc",)), None) as generation:
         engine.tokens(0, *ids(model, "abcd"))
-        update = await generation.next()
+        (update,) = await generation.next()
         assert update.text == "a"
         assert update.token_ids == tuple(ids(model, "abc"))
         assert engine.stopped == [("r", 3)]
         engine.tokens(4, *ids(model, "ef"))
         engine.finish(FinishReason.STOP if known else FinishReason.LENGTH, 3 if known else 6)
-        update = await generation.next()
+        (update,) = await generation.next()
         assert (update.token_ids, update.text) == ((), "")
         assert update.end.matched_stop == "bc"
         assert update.end.event.reason is FinishReason.STOP
@@ -126,9 +138,9 @@ async def test_held_text_is_delivered_at_the_end(service, engine, model):
     """B03."""
     async with await service.begin(call(stop=("bcd",)), None) as generation:
         engine.tokens(0, *ids(model, "abc"))
-        assert (await generation.next()).text == "a"
+        assert (await generation.next())[0].text == "a"
         engine.finish(FinishReason.LENGTH, 3)
-        update = await generation.next()
+        (update,) = await generation.next()
         assert (update.text, update.end.matched_stop) == ("bc", None)
 
 
@@ -138,6 +150,11 @@ async def test_held_text_is_delivered_at_the_end(service, engine, model):
         (FinishReason.DEADLINE, {"message": "late"}, DeadlineError),
         (FinishReason.ERROR, {"message": "lost", "status": "UNAVAILABLE"}, UnavailableError),
         (FinishReason.ERROR, {"message": "nan", "status": "INTERNAL"}, CorruptedError),
+        (
+            FinishReason.ERROR,
+            {"message": "stuck", "status": "FAILED_PRECONDITION"},
+            ConstraintError,
+        ),
     ],
 )
 async def test_ends_that_are_errors(service, engine, reason, more, error):
@@ -176,6 +193,83 @@ async def test_a_request_carries_its_arrival_and_deadline(service, engine):
         (request,) = engine.requests
         assert (request.arrival_ns, request.deadline_ns) == (100, 500)
         assert request.max_new_tokens == 63
+
+
+async def test_answers_are_told_apart(service, engine, model):
+    """Each has its own text, stop strings and end; their events come mixed."""
+    async with await service.begin(call(n=3, stop=("bc",), seed=7), None) as generation:
+        assert generation.num_answers == 3
+        assert [request.request_id for request in engine.requests] == [
+            choice_id("r", index) for index in range(3)
+        ]
+        seeds = [request.sampling.seed for request in engine.requests]
+        assert seeds[0] == 7
+        assert len(set(seeds)) == 3
+        engine.tokens(0, *ids(model, "ab"), answer=1)
+        engine.tokens(0, *ids(model, "xy"), answer=0)
+        engine.tokens(2, *ids(model, "cd"), answer=1)
+        updates = {update.index: update for update in await generation.next()}
+        assert (updates[0].text, updates[1].text) == ("xy", "a")
+        assert updates[1].token_ids == tuple(ids(model, "abc"))
+        assert engine.stopped == [(choice_id("r", 1), 3)]
+        for answer in (1, 0):
+            engine.finish(FinishReason.LENGTH, answer=answer)
+        assert {update.index for update in await generation.next()} == {0, 1}
+        assert not generation.has_ended
+        engine.tokens(0, *ids(model, "z"), answer=2)
+        engine.finish(FinishReason.LENGTH, answer=2)
+        (last,) = await generation.next()
+        assert (last.index, last.text) == (2, "z")
+        assert generation.has_ended
+    assert engine.cancelled == []
+
+
+async def test_leaving_while_one_answer_runs_cancels_the_call(service, engine):
+    async with await service.begin(call(n=2), None) as generation:
+        engine.finish(FinishReason.LENGTH, answer=1)
+        await generation.next()
+    assert engine.cancelled == [("r", FinishReason.CANCELLED)]
+
+
+async def test_logprobs_are_of_the_tokens_that_count(service, engine, model):
+    """A stop string cuts them with the tokens; what has no probability is left out or clamped."""
+    infinity = float("inf")
+    a, b = ids(model, "ab")
+    first = TokenLogprobs(-0.5, 2, (b, a), (-0.25, -infinity))
+    async with await service.begin(call(logprobs=2, stop=("b",)), None) as generation:
+        assert engine.requests[0].num_logprobs == 2
+        engine.tokens(0, a, b, a, logprobs=(first, TokenLogprobs(-infinity, 9, (), ()), first))
+        (update,) = await generation.next()
+    assert update.token_ids == (a, b)
+    assert len(update.logprobs) == 2
+    assert update.logprobs[0].token == TokenLogprob(a, -0.5, 2, b"a")
+    assert update.logprobs[0].best == (TokenLogprob(b, -0.25, 1, b"b"),)
+    assert update.logprobs[1].token == TokenLogprob(b, LEAST_LOGPROB, 9, b"b")
+
+
+async def test_prompt_logprobs_name_the_prompts_tokens(service, engine, model):
+    prompt = tuple(ids(model, "abcd"))
+    asked = GenerateCall(IdsInput(prompt), request_id="r", prompt_logprobs=0, n=2)
+    async with await service.begin(asked, None) as generation:
+        assert [request.num_prompt_logprobs for request in engine.requests] == [0, None]
+        for index in (1, 2):
+            found = (TokenLogprobs(-float(index), 1, (), ()),)
+            engine.stream.push(PromptLogprobsEvent("r", index, found))
+        (update,) = await generation.next()
+    assert update.first_prompt_index == 1
+    assert [one.token for one in update.prompt_logprobs] == [
+        TokenLogprob(prompt[1], -1.0, 1, b"b"),
+        TokenLogprob(prompt[2], -2.0, 1, b"c"),
+    ]
+    assert update.is_empty
+
+
+async def test_stop_strings_are_not_looked_for_in_the_first_tokens(service, engine, model):
+    async with await service.begin(call(stop=("ab",), min_new_tokens=2), None) as generation:
+        engine.tokens(0, *ids(model, "abcabd"))
+        (update,) = await generation.next()
+    assert update.text == "abc"
+    assert update.token_ids == tuple(ids(model, "abcab"))
 
 
 async def test_refusals_are_never_submitted(service, engine):

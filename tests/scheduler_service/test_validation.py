@@ -2,13 +2,27 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 
 from scheduler_service.errors import InvalidArgumentError
-from scheduler_service.generate_call import GenerateCall, IdsInput
+from scheduler_service.generate_call import (
+    ChatInput,
+    ChatMessage,
+    ConstraintSpec,
+    GenerateCall,
+    IdsInput,
+    TextInput,
+)
 from scheduler_service.sampling import SamplingDefaults
-from scheduler_service.validation import ModelLimits, check_call, make_requests, text_options
+from scheduler_service.validation import (
+    ModelLimits,
+    check_call,
+    choice_seed,
+    make_requests,
+    text_options,
+)
 
 VOCAB = 512
 LIMITS = ModelLimits(VOCAB, 100, frozenset({2, 7}), SamplingDefaults(0.6, 0.95, 20, 0.05))
@@ -144,3 +158,89 @@ def test_text_options():
     assert (options.stop, options.end_token_ids) == (("a",), {2, 7})
     assert options.omit_text
     assert options.include_stop_in_output
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("frequency_penalty", [-2.0, 0.0, 2.0], [-2.01, 2.01, NAN, INFINITY]),
+        ("presence_penalty", [-2.0, 0.0, 2.0], [-2.01, 2.01, NAN, -INFINITY]),
+        ("repetition_penalty", [1e-6, 1.0, 10.0], [0.0, -1.0, 10.1, NAN, INFINITY]),
+        ("logprobs", [0, 20], [21, 2**32 - 1]),
+        ("prompt_logprobs", [0, 20], [21]),
+        ("n", [1, 32], [0, 33]),
+        ("min_new_tokens", [0, 97], [98, 2**32 - 1]),
+        ("cache_salt", ["", "x" * 256], ["x" * 257]),
+        (
+            "logit_bias",
+            [((0, -100.0), (VOCAB - 1, 100.0)), tuple((i % VOCAB, 1.0) for i in range(1024))],
+            [((VOCAB, 1.0),), ((1, 100.5),), ((1, NAN),), ((1, 1.0),) * 1025],
+        ),
+        (
+            "constraint",
+            [
+                ConstraintSpec("json_object"),
+                ConstraintSpec("regex", "a"),
+                ConstraintSpec("choice", choices=("a",) * 1024),
+            ],
+            [
+                ConstraintSpec("regex", ""),
+                ConstraintSpec("json_schema", ""),
+                ConstraintSpec("grammar", "x" * ((1 << 20) + 1)),
+                ConstraintSpec("choice"),
+                ConstraintSpec("choice", choices=("a", "")),
+                ConstraintSpec("choice", choices=("a" * (1 << 20), "b")),
+            ],
+        ),
+    ],
+)
+def test_borders(field, good, bad):
+    for value in good:
+        request(**{field: value})
+    for value in bad:
+        name = value.kind if field == "constraint" else field
+        with pytest.raises(InvalidArgumentError) as caught:
+            request(**{field: value})
+        assert name in caught.value.field
+
+
+def test_absent_is_not_zero():
+    made = request()
+    assert (made.num_logprobs, made.num_prompt_logprobs) == (None, None)
+    assert made.sampling.repetition_penalty == 1.0
+    assert made.sampling.frequency_penalty == made.sampling.presence_penalty == 0.0
+    zero = request(logprobs=0, prompt_logprobs=0)
+    assert (zero.num_logprobs, zero.num_prompt_logprobs) == (0, 0)
+
+
+def test_min_new_tokens_is_within_the_limit():
+    assert request(min_new_tokens=5, max_new_tokens=5).min_new_tokens == 5
+    with pytest.raises(InvalidArgumentError, match="6 is above max_new_tokens, which is 5"):
+        request(min_new_tokens=6, max_new_tokens=5)
+
+
+def test_seeds_of_answers_are_derived():
+    """As splitmix64 gives them; answer 0 keeps the call's own."""
+    assert choice_seed(5, 0) == 5
+    assert choice_seed(0, 1) == 0xE220A8397B1DCDAF
+    assert choice_seed(0, 2) == 0x6E789E6AA1B965F4
+    assert len({choice_seed(2**64 - 1, index) for index in range(32)}) == 32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "limits"),
+    [
+        (TextInput("a"), {}, "qwen3"),
+        (ChatInput((ChatMessage("user", "a"),)), {"omit_text": True}, "qwen3"),
+        (ChatInput((ChatMessage("user", "a"),)), {}, ""),
+    ],
+)
+def test_parsing_needs_a_chat_its_text_and_a_format(prompt, options, limits):
+    call = GenerateCall(prompt, parse_output=True, **options)
+    with pytest.raises(InvalidArgumentError, match="parse_output"):
+        check_call(call, replace(LIMITS, output_format=limits))
+    fine = GenerateCall(ChatInput((ChatMessage("user", "a"),)), parse_output=True)
+    check_call(fine, replace(LIMITS, output_format="qwen3"))
