@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # A prompt goes on where another one ended if it leaves out at most so many of that one's tokens: a
-# template opens the assistant's turn in other words than it repeats it.
-_MAX_TAIL = 16
+# template may open the assistant's turn with more than it repeats (Qwen3: an empty thought of four
+# tokens). The end of another user's message is further from the end than that.
+_MAX_TAIL = 4
 
 
 class PrefixReuse(enum.Enum):

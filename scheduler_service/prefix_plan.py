@@ -53,8 +53,6 @@ class PrefixPlan:
             length = seat.shared_with(other)
             if length >= MIN_WAIT:
                 yield other, length
-            if length == len(seat.wanted):
-                return
 
     def must_wait(self, seat: Seat, live: Mapping[int, Seat]) -> bool:
         """Whether a seat that has not started waits for one before it, which will soon have written
@@ -68,10 +66,20 @@ class PrefixPlan:
             if is_live and other.num_prefill_left and self._is_kept(other):
                 soon = max(soon, length)
                 sent = max(sent, min(length, other.num_prefill_planned))
+        # A look at all slots is saved as long as what was seen at the last one is enough to wait.
         if soon >= max(sent, seat.found.length) + MIN_WAIT:
             return True
         seat.found = self._find(seat, ())
         return soon >= seat.found.length + MIN_WAIT
+
+    def must_let_pass(self, seat: Seat, taken: Mapping[int, Seat]) -> bool:
+        """Whether seats before it in the command being planned take the slot of what it would find,
+        and hold more of its tokens once that is sent. `taken`: those that start in it, by slot."""
+        ahead = [(one, length) for one, length in seat.ahead if taken.get(one.slot) is one]
+        if not ahead:
+            return False
+        soon = max(min(length, other.num_prefill_planned) for other, length in ahead)
+        return soon >= self._find(seat, taken).length + MIN_WAIT
 
     def _is_kept(self, seat: Seat) -> bool:
         """What this seat writes can be found; not so after a flush."""

@@ -49,9 +49,13 @@ class StepPlan:
         self.planned.append(planned)
 
     def add_chunk(self, seat: Seat, max_tokens: int, prefixes: PrefixPlan) -> None:
+        """Nothing if the seat is better off a command later."""
         prefix = None
         if not seat.is_started:
-            prefix = prefixes.take(seat, {chunk.slot for _, chunk in self.chunks if chunk.setup})
+            taken = {chunk.slot: seat for seat, chunk in self.chunks if chunk.setup}
+            if prefixes.must_let_pass(seat, taken):
+                return
+            prefix = prefixes.take(seat, taken)
         chunk, planned = seat.take_chunk(max_tokens, prefix)
         self.rows.append(chunk)
         self.planned.append(planned)

@@ -359,6 +359,23 @@ def tokens_alone(
     return generated
 
 
+def logprobs_alone(
+    request: Request, token_ids: Sequence[int], vocab_size: int = 1000
+) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
+    """The logprobs of its prompt and of its tokens that the fake gives this request."""
+    state, of_prompt, of_tokens = 0, [], []
+    num_prompt = len(request.prompt_token_ids)
+    for position, token_id in enumerate((*request.prompt_token_ids, *token_ids)):
+        if position >= num_prompt and request.num_logprobs is not None:
+            of_tokens.append(fake_logprobs(state, token_id, request.num_logprobs, vocab_size))
+        elif 0 < position < num_prompt and request.num_prompt_logprobs is not None:
+            of_prompt.append(
+                fake_logprobs(state, token_id, request.num_prompt_logprobs, vocab_size)
+            )
+        state = fold(state, token_id)
+    return of_prompt, of_tokens
+
+
 def _setup_alone(request: Request) -> SlotSetup:
     sampling = request.sampling
     return SlotSetup(

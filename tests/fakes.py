@@ -9,6 +9,7 @@ from fake_worker import (
     FakeWorker,
     ProtocolViolation,
     Script,
+    logprobs_alone,
     tokens_alone,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "FakeWorkerServer",
     "ProtocolViolation",
     "Script",
+    "logprobs_alone",
     "tokens_alone",
 ]

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_driver import STEP_NS, Driver, make_limits, make_request
 
+from fakes import FakeConstraint, logprobs_alone
 from scheduler_service.errors import InvalidArgumentError, QueueFullError
-from scheduler_service.request import FinishReason, RequestState
+from scheduler_service.prefix_index import PrefixReuse
+from scheduler_service.request import FinishReason, RequestState, Sampling, choice_id
 from scheduler_service.step import PrefillChunk
 
 VOCAB_SIZE = 12
@@ -22,8 +24,17 @@ def check_told(d: Driver) -> None:
     for told in d.told.values():
         alone = d.alone(told.request.request_id)
         assert told.tokens == alone[: len(told.tokens)]
+        logprobs = logprobs_alone(told.request, told.tokens, d.vocab_size)
+        prompt_logprobs = logprobs[0] if told.tokens else logprobs[0][: len(told.prompt_logprobs)]
+        assert (told.prompt_logprobs, told.logprobs) == (prompt_logprobs, logprobs[1])
         if told.end is None:
             continue
+        constraint = told.request.constraint
+        if told.end.reason is FinishReason.ERROR:
+            assert told.end.status == "FAILED_PRECONDITION"
+            assert len(alone) == constraint.num_tokens
+            assert not constraint.is_complete
+            assert told.tokens == alone
         if told.end.reason is FinishReason.LENGTH:
             assert told.tokens == alone
             assert len(alone) == told.request.max_new_tokens
@@ -42,24 +53,59 @@ def check_command(d: Driver, command) -> None:
     if num_decode:
         assert num_prefill <= limits.max_mixed_step_tokens
     assert len(d.scheduler.outstanding) <= limits.max_outstanding
+    num_logprobs_steps = sum(step.num_logprobs_steps for step in d.scheduler.outstanding)
+    assert num_logprobs_steps <= limits.max_logprobs_steps
     assert 1 <= command.num_steps <= limits.max_steps_per_command
 
 
+# Prompts are made of these: long enough to be waited for and copied, and most begin alike.
+BLOCKS = [(1,) * 20, (2, 3) * 10, tuple(range(VOCAB_SIZE)) * 2]
+PROMPTS = st.builds(
+    lambda blocks, tail: (*(token_id for block in blocks for token_id in block), *tail),
+    st.lists(st.sampled_from(BLOCKS), max_size=4),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6),
+)
+SAMPLINGS = st.sampled_from(
+    [
+        {},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.5, "logit_bias": ((1, 2.0),)},
+    ]
+)
+
+
 class SchedulerLife(RuleBasedStateMachine):
-    """submit, plan, answer, cancel, stop, deadlines and lost workers in any order."""
+    """submit, plan, answer, cancel, stop, flush, deadlines and lost workers in any order."""
 
     @initialize(
-        num_slots=st.integers(1, 4),
-        budget=st.integers(0, 9),
-        mixed_budget=st.integers(1, 9),
+        num_slots=st.integers(1, 5),
+        max_running=st.integers(1, 5),
+        reuse=st.sampled_from(PrefixReuse),
+        budget=st.integers(0, 60),
+        mixed_budget=st.integers(1, 60),
         max_outstanding=st.integers(1, 3),
         max_steps=st.integers(1, 5),
         max_queue_len=st.integers(1, 6),
+        max_logprobs_steps=st.integers(1, 6),
     )
-    def begin(self, num_slots, budget, mixed_budget, max_outstanding, max_steps, max_queue_len):
+    def begin(
+        self,
+        num_slots,
+        max_running,
+        reuse,
+        budget,
+        mixed_budget,
+        max_outstanding,
+        max_steps,
+        max_queue_len,
+        max_logprobs_steps,
+    ):
         limits = make_limits(
             num_slots=num_slots,
-            max_seq_len=40,
+            max_running=min(max_running, num_slots),
+            prefix_reuse=reuse,
+            max_logprobs_steps=max_logprobs_steps,
+            max_seq_len=120,
             max_step_tokens=num_slots + budget,
             max_mixed_step_tokens=mixed_budget,
             max_queue_len=max_queue_len,
@@ -72,29 +118,63 @@ class SchedulerLife(RuleBasedStateMachine):
         self.accepted: list[str] = []
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=25),
+        prompt=PROMPTS,
         max_new=st.integers(1, 15),
         ends=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         deadline=st.none() | st.integers(0, 30),
+        salt=st.sampled_from(["", "", "", "x"]),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        sampling=SAMPLINGS,
+        constrained=st.sampled_from([None, None, (3, True), (9, True), (4, False)]),
+        num_answers=st.sampled_from([1, 1, 1, 2, 4]),
     )
-    def submit(self, prompt, max_new, ends, deadline):
-        request_id = f"r{self.num_submitted}"
+    def submit(
+        self,
+        prompt,
+        max_new,
+        ends,
+        deadline,
+        salt,
+        logprobs,
+        prompt_logprobs,
+        sampling,
+        constrained,
+        num_answers,
+    ):
         self.num_submitted += 1
         deadline_ns = None if deadline is None else self.d.now_ns + deadline * STEP_NS
-        request = make_request(
-            request_id,
-            tuple(prompt),
-            max_new,
-            end_token_ids=ends,
-            deadline_ns=deadline_ns,
-            seed=self.num_submitted,
-        )
+        requests = []
+        for index in range(num_answers):
+            seed = 10 * self.num_submitted + index
+            fields = {}
+            if constrained is not None:
+                constraint = FakeConstraint(constrained[0], VOCAB_SIZE, constrained[1])
+                fields = {"constraint": constraint, "first_mask": constraint.advance(())}
+            requests.append(
+                make_request(
+                    choice_id(f"r{self.num_submitted}", index),
+                    prompt,
+                    max_new,
+                    end_token_ids=ends,
+                    deadline_ns=deadline_ns,
+                    sampling=Sampling(0.8, 1.0, 0, 0.0, seed, **sampling),
+                    cache_salt=salt,
+                    num_logprobs=logprobs,
+                    num_prompt_logprobs=prompt_logprobs,
+                    **fields,
+                )
+            )
+        limits, num_waiting = self.d.limits, len(self.d.scheduler.queue)
         try:
-            self.d.submit(request)
+            self.d.submit(*requests)
         except QueueFullError:
-            assert len(self.d.scheduler.queue) >= self.d.limits.max_queue_len
+            assert num_waiting + num_answers > limits.max_queue_len
+            assert len(self.d.scheduler.queue) == num_waiting
+        except InvalidArgumentError:
+            assert num_answers > limits.max_queue_len + limits.max_running
         else:
-            self.accepted.append(request_id)
+            self.accepted += [request.request_id for request in requests]
 
     @rule()
     def plan(self):
@@ -106,6 +186,18 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule()
     def answer(self):
         self.d.answer()
+
+    @precondition(lambda self: self.d.masks_due)
+    @rule(data=st.data())
+    def give_mask(self, data):
+        """Also one that its request did not live to see."""
+        self.d.give_mask(data.draw(st.sampled_from(sorted(self.d.masks_due))))
+
+    @rule()
+    def flush(self):
+        num_tokens = self.d.scheduler.num_cached_tokens
+        assert self.d.scheduler.flush() == num_tokens
+        assert self.d.scheduler.num_cached_tokens == 0
 
     @rule(times=st.integers(1, 8))
     def run_a_while(self, times):
@@ -140,7 +232,9 @@ class SchedulerLife(RuleBasedStateMachine):
         busy = [view for view in views if view.state != "free"]
         assert len(busy) + scheduler.table.num_free == len(views) == self.d.limits.num_slots
         waiting = {request.request_id for request in scheduler.queue}
-        running = {view.request_id for view in busy}
+        running = {choice_id(view.request_id, view.choice_index) for view in busy}
+        assert len(busy) <= self.d.limits.max_running
+        assert sum(view.num_cached_tokens for view in views) == scheduler.num_cached_tokens
         assert len(running) == len(busy)
         assert not waiting & running
         ended = {name for name, told in self.d.told.items() if told.end is not None}
@@ -159,6 +253,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def tokens_within_limits(self):
         for told in self.d.told.values():
             assert len(told.tokens) <= told.request.max_new_tokens
+            assert told.request.num_cached_tokens < len(told.request.prompt_token_ids)
 
     def teardown(self):
         if not hasattr(self, "d"):
@@ -175,6 +270,9 @@ class SchedulerLife(RuleBasedStateMachine):
             + counters.error
         )
         assert counters.accepted == len(self.accepted) == ended
+        cached = [told.request.num_cached_tokens for told in self.d.told.values()]
+        assert counters.prefix_cache.num_hit_tokens == sum(cached)
+        assert counters.prefix_cache.num_hits == sum(number > 0 for number in cached)
 
 
 SchedulerLife.TestCase.settings = settings(
@@ -190,7 +288,7 @@ TestSchedulerLife = SchedulerLife.TestCase
 def simulate(num_requests: int, seed: int) -> Driver:
     """B42: random lengths, 30 % cancelled, 5 % late, 2 % invalid, 1 % with a lost worker."""
     rng = random.Random(seed)
-    limits = make_limits(num_slots=8, max_step_tokens=32, max_queue_len=64)
+    limits = make_limits(num_slots=8, max_running=6, max_step_tokens=32, max_queue_len=64)
     d = Driver(limits, vocab_size=VOCAB_SIZE)
     for index in range(num_requests):
         while len(d.scheduler.queue) >= limits.max_queue_len:
@@ -216,7 +314,8 @@ def submit_random(d: Driver, rng: random.Random, request_id: str) -> None:
     d.submit(
         make_request(
             request_id,
-            tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))),
+            rng.choice(BLOCKS)[: rng.choice((0, 20))]
+            + tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))),
             rng.randint(1, 12),
             seed=rng.getrandbits(64),
             end_token_ids={rng.randrange(VOCAB_SIZE)} if rng.random() < 0.5 else (),
@@ -236,4 +335,6 @@ def test_b42_takes_work_for_ever(num_requests):
     assert counters.deadline > num_requests // 100
     assert d.epoch > num_requests // 200
     assert d.scheduler.table.num_free == 8
+    assert counters.prefix_cache.num_hits > num_requests // 4
+    assert counters.prefix_cache.num_copies > num_requests // 20
     assert d.scheduler.is_empty
