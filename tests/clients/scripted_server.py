@@ -37,6 +37,7 @@ class Script(rpc.InferenceServicer):
     """
 
     blocked: bool = False
+    output_format: str = ""
     error: status_pb2.Status | None = None
     requests: list = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -45,6 +46,9 @@ class Script(rpc.InferenceServicer):
     def Generate(self, request, context):  # noqa: N802
         self._note(request, context)
         context.add_callback(self.ended.set)
+        if request.n > 32:
+            refusal = bad_field("n", f"{request.n} is above 32")
+            context.abort_with_status(rpc_status.to_status(refusal))
         yield self._response(request, accepted=accepted())
         if request.HasField("prompt_logprobs"):
             part = pb.PromptLogprobs(first_token_index=1, logprobs=[logprobs(7)])
@@ -105,6 +109,7 @@ class Script(rpc.InferenceServicer):
             has_chat_template=True,
             default_sampling=sampling,
             fingerprint="f00",
+            output_format=self.output_format,
         )
 
     def GetServerInfo(self, request, context):  # noqa: N802

@@ -192,7 +192,8 @@ def _server(address: str) -> list[Finding]:
             info = client.server_info(timeout=5)
     except SlotwiseError as error:
         return [Finding("server", False, error.message, "something else may use the port")]
-    findings = [Finding("server", True, f"{name} on {address}, {info.num_slots} slots")]
+    state = f"{name} on {address}, {info.num_slots} slots, {info.max_running} requests at once"
+    findings = [Finding("server", True, state)]
     for worker in info.workers:
         findings.append(_memory(worker))
         for test in worker.self_tests:

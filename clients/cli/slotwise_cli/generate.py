@@ -5,52 +5,28 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, cast
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
 from slotwise_client import (
-    Accepted,
     Chat,
     Client,
-    Delta,
-    Finished,
     FinishReason,
     GenerateOptions,
     Message,
     Prompt,
     SlotwiseError,
     Stream,
-    Timings,
-    Usage,
 )
 
+from . import request_options as words
+from .answer import Answer, answers_for, follow, show
 from .output import CliError, Output
 from .serve import DEFAULT_SERVER, JsonFlag, ServerOption
 
 SystemOption = Annotated[str | None, typer.Option(help="System message of the chat.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this sum.")]
-TopK = Annotated[int | None, typer.Option(help="Keep this many most likely tokens.")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this likely, relatively.")]
-Seed = Annotated[int | None, typer.Option(help="Key of the draw; the same seed, the same answer.")]
-MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens to generate.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text; may be repeated.")]
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a stream has said so far; whole once it has a `finish_reason`."""
-
-    request_id: str = ""
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    seed: int | None = None
-    finish_reason: FinishReason | None = None
-    matched_stop: str | int | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,68 +43,105 @@ def generate(
     ] = None,
     chat: Annotated[str | None, typer.Option(help="Ask this as a chat message instead.")] = None,
     system: SystemOption = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    max_new_tokens: MaxNewTokens = None,
-    stop: Stop = None,
+    tools: words.Tools = None,
+    template_kwargs: words.TemplateKwargs = None,
+    parse_output: words.ParseOutput = False,
+    temperature: words.Temperature = None,
+    top_p: words.TopP = None,
+    top_k: words.TopK = None,
+    min_p: words.MinP = None,
+    seed: words.Seed = None,
+    frequency_penalty: words.FrequencyPenalty = None,
+    presence_penalty: words.PresencePenalty = None,
+    repetition_penalty: words.RepetitionPenalty = None,
+    logit_bias: words.LogitBias = None,
+    max_new_tokens: words.MaxNewTokens = None,
+    min_new_tokens: words.MinNewTokens = None,
+    stop: words.Stop = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the model's end ids.")] = False,
+    logprobs: words.Logprobs = None,
+    prompt_logprobs: words.PromptLogprobs = None,
+    json_schema: words.JsonSchema = None,
+    json_object: words.JsonObject = False,
+    regex: words.Regex = None,
+    grammar: words.Grammar = None,
+    choice: words.ChoiceTexts = None,
+    n: words.NumAnswers = None,
+    cache_salt: words.CacheSalt = None,
     request_id: Annotated[str | None, typer.Option(help="Your name for the request.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonFlag = False,
 ) -> None:
-    """Generate one answer; streams it as text, or prints one JSON object with --json."""
+    """Generate an answer; streams it as text, or prints one JSON object per answer with --json."""
     output = Output(as_json)
-    options = given(
+    options = words.given(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
         seed=seed,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=words.logit_bias(logit_bias),
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         stop=stop,
         ignore_eos=ignore_eos or None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        json_schema=words.text_or_file("--json-schema", json_schema),
+        json_object=json_object or None,
+        regex=regex,
+        grammar=words.text_or_file("--grammar", grammar),
+        choice=choice,
+        n=n,
+        cache_salt=cache_salt,
+        parse_output=parse_output or None,
         request_id=request_id,
     )
-    source = _prompt(prompt, chat, system)
-    answer = Answer()
+    source = _prompt(prompt, chat, system, tools, template_kwargs)
+    answers = answers_for(n)
     with Client(server) as client, client.generate(source, timeout=timeout, **options) as stream:
-        follow(stream, output, answer)
-    if as_json:
-        output.json(asdict(answer))
-    elif not answer.text.endswith("\n"):
-        output.text("\n")
+        follow(stream, output, answers)
+    show(answers, output)
 
 
 def chat(
     system: SystemOption = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    max_new_tokens: MaxNewTokens = None,
+    temperature: words.Temperature = None,
+    top_p: words.TopP = None,
+    top_k: words.TopK = None,
+    min_p: words.MinP = None,
+    seed: words.Seed = None,
+    frequency_penalty: words.FrequencyPenalty = None,
+    presence_penalty: words.PresencePenalty = None,
+    repetition_penalty: words.RepetitionPenalty = None,
+    max_new_tokens: words.MaxNewTokens = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonFlag = False,
 ) -> None:
     """Talk with the model. /reset forgets the conversation, /exit ends; Ctrl-C stops an answer."""
     output = Output(as_json)
-    options = given(
+    options = words.given(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
         seed=seed,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
         max_new_tokens=max_new_tokens,
     )
-    talk = _Talk(system, options)
     with Client(server) as client:
         model = client.model_info(timeout=10)
         if not model.has_chat_template:
             raise CliError(f"{model.name} has no chat template; use `slotwise generate`")
+        if model.output_format:
+            options["parse_output"] = True
+        talk = _Talk(system, options)
         output.note(f"{model.name} on {server}; /reset forgets, /exit ends, Ctrl-C stops an answer")
         history: list[Message] = []
         for question in _questions(output):
@@ -140,38 +153,23 @@ def chat(
             _converse(client, history, talk, output)
 
 
-def given(**options: Any) -> GenerateOptions:
-    """The options that were set on the command line."""
-    chosen = {name: value for name, value in options.items() if value is not None}
-    return cast(GenerateOptions, chosen)
-
-
-def follow(stream: Stream, output: Output, answer: Answer) -> None:
-    """Read a stream to its end into `answer`; show its text as it comes unless JSON is wanted."""
-    for event in stream:
-        answer.request_id = event.request_id
-        match event:
-            case Accepted():
-                answer.seed = event.seed
-            case Delta():
-                answer.text += event.text
-                answer.token_ids += event.token_ids
-                if not output.as_json:
-                    output.text(event.text)
-            case Finished():
-                answer.finish_reason = event.finish_reason
-                answer.matched_stop = event.matched_stop
-                answer.usage = event.usage
-                answer.timings = event.timings
-
-
-def _prompt(prompt: str | None, chat: str | None, system: str | None) -> Prompt:
+def _prompt(
+    prompt: str | None,
+    chat: str | None,
+    system: str | None,
+    tools: str | None,
+    template_kwargs: str | None,
+) -> Prompt:
     if chat is not None:
         if prompt is not None:
             raise CliError("give a raw prompt or --chat, not both", exit_code=2)
-        return Chat.of(chat, system=system)
-    if system is not None:
-        raise CliError("--system belongs to --chat; a raw prompt has none", exit_code=2)
+        variables = words.template_kwargs(template_kwargs)
+        functions = words.tools_from(tools)
+        return Chat.of(chat, system=system, tools=functions, template_kwargs=variables)
+    of_chat = {"--system": system, "--tools": tools, "--template-kwargs": template_kwargs}
+    for flag, value in of_chat.items():
+        if value is not None:
+            raise CliError(f"{flag} belongs to --chat; a raw prompt has none", exit_code=2)
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             raise CliError("no prompt: give one, --chat TEXT, or text on stdin", exit_code=2)
@@ -203,18 +201,21 @@ def _converse(client: Client, history: list[Message], talk: _Talk, output: Outpu
         ):
             closer = threading.Thread(target=_close_when, args=(pressed, stream), daemon=True)
             closer.start()
-            follow(stream, output, answer)
+            follow(stream, output, [answer])
     except SlotwiseError as error:
         output.error(error.message)
         history.pop()
         return
     if answer.finish_reason is None:
         answer.finish_reason = FinishReason.CANCELLED
-    history.append(Message("assistant", answer.text))
-    if output.as_json:
-        output.json(asdict(answer))
-    else:
-        output.text("\n")
+    history.append(_turn(answer))
+    show([answer], output)
+
+
+def _turn(answer: Answer) -> Message:
+    """As the template reads it back; what there was none of is absent."""
+    reasoning = answer.reasoning_text or None
+    return Message("assistant", answer.text, answer.tool_calls, reasoning_content=reasoning)
 
 
 @contextmanager

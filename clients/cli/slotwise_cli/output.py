@@ -66,6 +66,11 @@ class Output:
         self.stdout.file.write(text)
         self.stdout.file.flush()
 
+    def aside(self, text: str) -> None:
+        """A piece of text that is not the answer, on stderr at once; nothing with `as_json`."""
+        if not self.as_json:
+            self.stderr.print(text, markup=False, style=Color.FAINT, end="")
+
     def note(self, text: str) -> None:
         """A remark for people, on stderr; nothing with `as_json`."""
         if not self.as_json:

@@ -45,7 +45,12 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port, 0 takes a free one [50051].")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1].")] = None,
-    num_slots: Annotated[int | None, typer.Option(help="Requests that run at once [8].")] = None,
+    num_slots: Annotated[
+        int | None, typer.Option(help="Seats with a KV cache; spare ones keep prefixes [8].")
+    ] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Requests that run at once [num-slots].")
+    ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Prompt and answer together, in tokens.")
     ] = None,
@@ -78,6 +83,7 @@ def serve(
         device=device,
         tp=tp,
         num_slots=num_slots,
+        max_running=max_running,
         max_seq_len=max_seq_len,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -139,6 +145,7 @@ def _announce(ready: Event, seconds: float, output: Output) -> None:
     facts = {
         "model": model.name,
         "num_slots": info.num_slots,
+        "max_running": info.max_running,
         "max_seq_len": info.max_seq_len,
         "device": first.device,
         "weight_dtype": first.weight_dtype,
@@ -149,9 +156,11 @@ def _announce(ready: Event, seconds: float, output: Output) -> None:
     if output.as_json:
         output.json({**ready, **facts})
         return
+    running = "" if info.max_running == info.num_slots else f"{info.max_running} run at once, "
     output.line(
         f"Slotwise ready: {model.name} on {address} ({info.num_slots} slots x {info.max_seq_len} "
-        f"tokens, {first.device}, {first.weight_dtype}, TP {len(info.workers)}, {seconds:.1f} s)"
+        f"tokens, {running}{first.device}, {first.weight_dtype}, TP {len(info.workers)}, "
+        f"{seconds:.1f} s)"
     )
 
 

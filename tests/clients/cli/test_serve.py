@@ -35,12 +35,22 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def test_one_line_when_ready_an_answer_and_a_clean_end(checkpoint, slotwise):
-    server = start(str(checkpoint), "--port", "0", "--num-slots", "3", "--max-seq-len", "64")
+    server = start(
+        str(checkpoint),
+        "--port",
+        "0",
+        "--num-slots",
+        "3",
+        "--max-running",
+        "2",
+        "--max-seq-len",
+        "64",
+    )
     try:
         line = server.stdout.readline()
         found = re.fullmatch(
-            r"Slotwise ready: tiny on (127\.0\.0\.1:\d+) \(3 slots x 64 tokens, cpu, \w+, TP 1, "
-            r"\d+\.\d s\)\n",
+            r"Slotwise ready: tiny on (127\.0\.0\.1:\d+) \(3 slots x 64 tokens, 2 run at once, "
+            r"cpu, \w+, TP 1, \d+\.\d s\)\n",
             line,
         )
         assert found, line + server.stderr.read()
