@@ -235,6 +235,17 @@ def test_a_flush_forgets_free_and_busy_slots():
     assert d.scheduler.flush() == 0
 
 
+def test_none_waits_for_what_a_flush_made_nobodys():
+    d = driver(max_step_tokens=64, max_outstanding=1)
+    d.submit(make_request("a", prompt_of(17, 400), 5))
+    d.step()
+    d.scheduler.flush()
+    d.submit(make_request("b", prompt_of(17, 400)[:150], 5))
+    assert [row.slot for row in d.plan().rows] == [0, 1]
+    d.run()
+    assert [check(d, name) for name in "ab"] == [0, 0]
+
+
 def test_more_slots_than_run_keep_conversations_warm():
     d = driver(num_slots=6, max_running=2)
     prompts = {f"r{index}": prompt_of(20 + index, 100) for index in range(6)}

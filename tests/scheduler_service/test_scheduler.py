@@ -7,16 +7,29 @@ import dataclasses
 import pytest
 from scheduler_driver import STEP_NS, Driver, make_limits, make_request
 
-from fakes import CORRUPTED
+from fakes import CORRUPTED, FakeConstraint, logprobs_alone
 from scheduler_service.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
     QueueFullError,
     UnknownRequestError,
 )
-from scheduler_service.request import FinishReason, RequestState, Sampling
+from scheduler_service.request import (
+    FinishReason,
+    Mask,
+    RequestState,
+    Sampling,
+    TokenLogprobs,
+    choice_id,
+)
 from scheduler_service.scheduler import Scheduler
-from scheduler_service.step import DecodeRow, PrefillChunk, ResultError, RowResult
+from scheduler_service.step import (
+    DecodeRow,
+    LogitAdjustment,
+    PrefillChunk,
+    ResultError,
+    RowResult,
+)
 
 
 def driver(script=None, **changes) -> Driver:
@@ -443,3 +456,301 @@ def test_request_state_follows():
     assert request.state is RequestState.DECODE
     d.run()
     assert (request.state, request.slot) == (RequestState.FINISHED, -1)
+
+
+PENALTIES = Sampling(0.8, 1.0, 0, 0.0, 3, 0.5, -0.25, 1.5, ((4, 2.0), (9, -100.0)))
+
+
+def test_no_adjustment_where_nothing_is_on():
+    d = driver()
+    d.submit(make_request("a"))
+    setup = d.plan().rows[0].setup
+    assert (setup.adjustment, setup.masked, setup.decode_row) == (None, False, 0)
+    assert (setup.num_logprobs, setup.num_prompt_logprobs) == (None, None)
+
+
+def test_setup_carries_the_adjustment():
+    d = driver()
+    d.submit(make_request("a", (7, 5, 7), sampling=PENALTIES, min_new_tokens=2))
+    assert d.plan().rows[0].setup.adjustment == LogitAdjustment(
+        0.5, -0.25, 1.5, (5, 7), (), ((4, 2.0), (9, -100.0)), 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "adjustment"),
+    [
+        ({"min_new_tokens": 1}, LogitAdjustment(0, 0, 1, (), (), (), 4)),
+        (
+            {"sampling": Sampling(1, 1, 0, 0, 1, logit_bias=((3, 1.0),))},
+            LogitAdjustment(0, 0, 1, (), (), ((3, 1.0),), 0),
+        ),
+        (
+            {"sampling": Sampling(1, 1, 0, 0, 1, presence_penalty=1.0)},
+            LogitAdjustment(0, 1.0, 1, (), (), (), 0),
+        ),
+    ],
+)
+def test_an_adjustment_holds_no_more_than_is_on(fields, adjustment):
+    d = driver()
+    d.submit(make_request("a", **fields))
+    assert d.plan().rows[0].setup.adjustment == adjustment
+
+
+@pytest.mark.parametrize("lost_after", range(8))
+def test_penalties_go_on_counting_after_a_rebuild(lost_after):
+    d = driver(max_steps_per_command=2, run_ahead_window_ns=50 * STEP_NS)
+    d.submit(make_request("a", (7, 5, 7), 12, sampling=PENALTIES))
+    for _ in range(lost_after):
+        d.step()
+    told = tuple(d.told["a"].tokens)
+    d.lose_worker()
+    setup = d.plan().rows[0].setup
+    assert setup.adjustment.generated_token_ids == told
+    d.run()
+    assert d.told["a"].tokens == d.alone("a")
+
+
+@pytest.mark.parametrize("lost_after", range(9))
+def test_logprobs_of_prompt_and_tokens_come_once_each(lost_after):
+    d = driver(max_steps_per_command=2, run_ahead_window_ns=50 * STEP_NS)
+    request = make_request("a", tuple(range(30)), 9, num_logprobs=3, num_prompt_logprobs=2)
+    d.submit(request)
+    for _ in range(lost_after):
+        d.step()
+    wanted = None if d.told["a"].tokens else 2
+    d.lose_worker()
+    setup = d.plan().rows[0].setup
+    assert (setup.num_logprobs, setup.num_prompt_logprobs) == (3, wanted)
+    d.run()
+    told = d.told["a"]
+    assert told.tokens == d.alone("a")
+    assert (told.prompt_logprobs, told.logprobs) == logprobs_alone(request, told.tokens)
+    assert [len(told.prompt_logprobs), len(told.logprobs)] == [29, 9]
+
+
+def test_logprobs_are_cut_with_the_tokens():
+    d = driver(script=lambda tokens: len(tokens), max_steps_per_command=8)
+    d.submit(make_request("warm", max_new_tokens=3))
+    d.run()
+    d.submit(make_request("a", (1, 1, 1), 20, end_token_ids=(9,), num_logprobs=0))
+    d.run()
+    told = d.told["a"]
+    assert told.tokens == [3, 4, 5, 6, 7, 8, 9]
+    assert len(told.logprobs) == 7
+
+
+def test_the_token_after_a_chunk_comes_along_where_its_logprob_is_wanted():
+    d = driver()
+    d.submit(make_request("a", tuple(range(20)), num_prompt_logprobs=0))
+    rows = [d.plan().rows[0] for _ in range(2)]
+    d.answer()
+    rows.append(d.plan().rows[0])
+    assert [row.next_token_id for row in rows] == [8, 16, None]
+    assert [row.sample for row in rows] == [False, False, True]
+
+
+@pytest.mark.parametrize("max_outstanding", [1, 2, 3])
+@pytest.mark.parametrize("bound", [1, 2, 5, 9])
+def test_no_more_steps_with_logprobs_are_out_than_may_be(bound, max_outstanding):
+    d = driver(
+        max_logprobs_steps=bound,
+        max_outstanding=max_outstanding,
+        max_steps_per_command=8,
+        run_ahead_window_ns=100 * STEP_NS,
+    )
+    d.submit(make_request("a", max_new_tokens=40, num_logprobs=0))
+    d.submit(make_request("plain", (8, 8), max_new_tokens=20))
+    most = 0
+    while not d.scheduler.is_empty:
+        while d.plan() is not None:
+            pass
+        out = sum(
+            command.num_steps for command in d.sent if any(row.slot == 0 for row in command.rows)
+        )
+        most = max(most, out)
+        d.answer()
+    assert most == min(bound, 8 * max_outstanding) or bound % max_outstanding
+    assert most <= bound
+    for name in ("a", "plain"):
+        assert d.told[name].tokens == d.alone(name)
+
+
+LOGPROBS = TokenLogprobs(-1.0, 1, (), ())
+
+
+@pytest.mark.parametrize(
+    ("wants", "brought", "words"),
+    [
+        ({}, {"logprobs": (LOGPROBS,)}, "brought 1 logprobs and 0 of its prompt, 0 and 0"),
+        ({"num_logprobs": 0}, {}, "brought 0 logprobs and 0 of its prompt, 1 and 0 were due"),
+        ({"num_prompt_logprobs": 0}, {}, "0 logprobs and 0 of its prompt, 0 and 2 were due"),
+    ],
+)
+def test_logprobs_that_nobody_asked_for_or_that_are_missing(wants, brought, words):
+    d = driver()
+    d.submit(make_request("a", **wants))
+    d.plan()
+    result = d.worker.run(d.sent.popleft())
+    row = RowResult(0, 2, result.rows[0].token_ids, **brought)
+    with pytest.raises(ResultError, match=words):
+        d.scheduler.apply_result(dataclasses.replace(result, rows=(row,)), 1)
+    d.scheduler.apply_result(result, 1)
+
+
+def constrained(name, num_tokens, is_complete=True, **fields):
+    constraint = FakeConstraint(num_tokens, 1000, is_complete)
+    return make_request(name, constraint=constraint, first_mask=constraint.advance(()), **fields)
+
+
+@pytest.mark.parametrize("max_outstanding", [1, 2, 3])
+def test_a_constrained_request_gets_a_token_a_mask_and_the_others_keep_their_pace(max_outstanding):
+    d = driver(
+        num_slots=3,
+        max_seq_len=1000,
+        max_outstanding=max_outstanding,
+        max_steps_per_command=4,
+        run_ahead_window_ns=4 * STEP_NS,
+    )
+    d.submit(make_request("free", (8, 8), max_new_tokens=900, seed=4))
+    for _ in range(4):
+        d.step()
+    d.submit(constrained("bound", 9, max_new_tokens=30))
+    commands_between, since = [], 0
+    while "bound" in d.scheduler.requests:
+        while (command := d.plan()) is not None:
+            since += 1
+            rows = {row.slot: row for row in command.rows}
+            if isinstance(command.rows[-1], DecodeRow):
+                assert command.num_steps == 4
+            if 1 in rows:
+                assert rows[1].allowed_tokens
+                commands_between.append(since)
+                since = 0
+            assert rows[0].allowed_tokens == b""
+        d.answer()
+        d.give_masks()
+    # One command of the others for each that is out when its mask comes.
+    assert max(commands_between[1:]) <= max_outstanding
+    d.run()
+    end = d.told["bound"].end
+    assert (end.reason, end.matched_token_id) == (FinishReason.STOP, None)
+    assert len(d.told["bound"].tokens) == 9
+    for name in ("free", "bound"):
+        assert d.told[name].tokens == d.alone(name)
+
+
+def test_no_token_without_a_mask():
+    d = driver()
+    d.submit(constrained("a", 9, max_new_tokens=30))
+    d.plan()
+    d.answer()
+    assert d.plan() is None
+    d.scheduler.check_integrity()
+    d.give_masks()
+    assert isinstance(d.plan().rows[0], DecodeRow)
+
+
+@pytest.mark.parametrize("max_new_tokens", [3, 4])
+def test_a_dead_end_fails_that_request_only(max_new_tokens):
+    d = driver()
+    d.submit(constrained("a", 3, is_complete=False, max_new_tokens=max_new_tokens))
+    d.submit(make_request("b", (8, 8), max_new_tokens=20))
+    d.run()
+    assert d.told["b"].tokens == d.alone("b")
+    end = d.told["a"].end
+    if max_new_tokens == 3:
+        assert end.reason is FinishReason.LENGTH
+    else:
+        assert (end.reason, end.status) == (FinishReason.ERROR, "FAILED_PRECONDITION")
+        assert end.message.endswith("no token can continue it")
+
+
+@pytest.mark.parametrize("mask_first", [True, False])
+@pytest.mark.parametrize("lost_after", range(6))
+def test_masks_are_good_after_a_rebuild(lost_after, mask_first):
+    d = driver()
+    d.submit(constrained("a", 9, prompt=tuple(range(20)), max_new_tokens=5))
+    for _ in range(lost_after):
+        d.step()
+    while d.plan() is not None:
+        pass
+    if d.sent:
+        d.answer()
+    if mask_first:
+        d.give_masks()
+    lacks_mask = bool(d.masks_due)
+    d.lose_worker()
+    while d.plan() is not None:
+        d.answer()
+    d.scheduler.check_integrity()
+    if lacks_mask:
+        # All but the last token, which would be sampled behind.
+        seat = d.scheduler.seats[0]
+        assert seat.num_prefill_left == 1
+        d.give_masks()
+    d.run()
+    assert d.told["a"].tokens == d.alone("a")
+    assert d.told["a"].end.reason is FinishReason.LENGTH
+
+
+def test_a_mask_for_another_number_of_tokens_is_a_bug_and_one_too_late_is_not():
+    d = driver()
+    d.submit(constrained("a", 9, max_new_tokens=5))
+    mask = Mask(b"\xff" * 125, False)
+    with pytest.raises(ValueError, match="a mask for 0 tokens came"):
+        d.scheduler.set_mask("a", 0, mask, 0)
+    d.plan()
+    d.answer()
+    with pytest.raises(ValueError, match="a mask for 2 tokens came, it has 1"):
+        d.scheduler.set_mask("a", 2, mask, 0)
+    d.cancel("a")
+    d.give_masks()
+    assert d.scheduler.set_mask("a", 1, mask, 0) == []
+
+
+def answers(call_id, number, **fields):
+    return [make_request(choice_id(call_id, i), seed=i, **fields) for i in range(number)]
+
+
+def test_answers_of_a_call_come_all_or_none():
+    d = driver(num_slots=2, max_queue_len=3)
+    assert d.submit(*answers("a", 3)) == 0
+    with pytest.raises(QueueFullError, match="3 requests wait and 3 more came, the limit is 3"):
+        d.submit(*answers("b", 3))
+    assert len(d.scheduler.requests) == 3
+    assert d.submit(*answers("b", 2)) == 1
+    with pytest.raises(InvalidArgumentError, match="is 6; at most 5"):
+        d.submit(*answers("c", 6))
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        d.submit(make_request("c"), make_request(choice_id("c", 1), max_new_tokens=0))
+    d.run()
+    assert d.scheduler.counters.accepted == d.scheduler.counters.length == 5
+    for name in d.told:
+        assert d.told[name].tokens == d.alone(name)
+
+
+def test_a_calls_id_is_taken_until_its_last_answer_has_ended():
+    d = driver()
+    d.submit(*answers("a", 2))
+    d.cancel("a")
+    with pytest.raises(DuplicateRequestError, match="'a' waits or runs"):
+        d.submit(make_request("a"))
+    view = d.plan() and d.scheduler.slot_views()[0]
+    assert (view.request_id, view.choice_index) == ("a", 1)
+    d.stop(choice_id("a", 1), 0)
+    d.submit(make_request("a"))
+    d.run()
+
+
+def test_decode_rows_are_of_those_that_run():
+    d = driver(num_slots=6, max_running=2, max_step_tokens=8)
+    for index in range(6):
+        d.submit(make_request(f"r{index}", (index,) * 3, 5, seed=index))
+    seen = set()
+    while not d.scheduler.is_empty:
+        d.step()
+        seen |= {(seat.slot, seat.decode_row) for seat in d.scheduler.seats.values()}
+        assert len(d.scheduler.seats) <= 2
+    assert {row for _, row in seen} == {0, 1}
+    assert {slot for slot, _ in seen} == set(range(6))
