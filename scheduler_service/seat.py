@@ -102,13 +102,11 @@ class Seat:
         return common_length(other.known_token_ids, self.wanted)
 
     def take_chunk(self, max_tokens: int, prefix: Prefix | None) -> tuple[PrefillChunk, PlannedRow]:
-        """Plans the next chunk, of at most max_tokens (at least 1) tokens, behind the prefix if it
-        is the first one."""
+        """Plans the next chunk, of at most max_tokens (1 to num_prefill_ready) tokens, behind the
+        prefix if it is the first one."""
         setup = None if self.is_started else self._setup()
         start = self.num_prefill_planned if prefix is None else prefix.length
         end = min(start + max_tokens, len(self.prefill_token_ids))
-        if end == len(self.prefill_token_ids) and not self.may_sample:
-            end -= 1
         num_filled = end - self.num_prefill_planned
         self.num_prefill_planned = end
         sample = self.num_prefill_left == 0

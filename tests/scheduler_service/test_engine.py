@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 
 import grpc
 import pytest
 from scheduler_driver import make_request
 
-from fakes import FakeWorkerServer, tokens_alone
+from fakes import FakeConstraint, FakeWorkerServer, logprobs_alone, tokens_alone
 from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig, EngineFailedError, EngineState
 from scheduler_service.errors import (
@@ -19,7 +20,14 @@ from scheduler_service.errors import (
     UnavailableError,
     UnknownRequestError,
 )
-from scheduler_service.request import FinishReason, TokenEvent
+from scheduler_service.request import (
+    FinishReason,
+    PromptLogprobsEvent,
+    Sampling,
+    TokenEvent,
+    choice_id,
+)
+from scheduler_service.step import PrefillChunk
 
 PATIENCE_S = 20
 
@@ -519,3 +527,188 @@ async def test_nothing_is_left_after_stop(tmp_path):
         with pytest.raises(UnavailableError, match="stopped"):
             rig.engine.submit([make_request("b")])
         await rig.engine.stop()
+
+
+def constrained(name, constraint, **fields):
+    return make_request(name, constraint=constraint, first_mask=constraint.advance(()), **fields)
+
+
+async def read_all(stream):
+    """Tokens, logprobs and the end of each answer, and the prompt's logprobs."""
+    told, of_prompt = {}, []
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in stream:
+            if isinstance(event, PromptLogprobsEvent):
+                of_prompt += event.logprobs
+                continue
+            tokens, logprobs, ends = told.setdefault(event.request_id, ([], [], []))
+            if isinstance(event, TokenEvent):
+                assert not ends
+                tokens += event.token_ids
+                logprobs += event.logprobs
+            else:
+                ends.append(event)
+    return told, of_prompt
+
+
+async def test_a_stream_brings_all_answers_with_all_that_was_asked_for(tmp_path):
+    async with running(tmp_path, num_slots=5, max_running=3) as rig:
+        prompt = tuple(range(100, 140))
+        sampling = Sampling(0.5, 0.75, 40, 0.25, 7, 0.5, -0.5, 1.5, ((3, 1.5), (900, -2.0)))
+        requests = [
+            make_request(
+                choice_id("a", index),
+                prompt,
+                30,
+                sampling=dataclasses.replace(sampling, seed=index),
+                min_new_tokens=3,
+                num_logprobs=2,
+                num_prompt_logprobs=1 if index == 0 else None,
+            )
+            for index in range(4)
+        ]
+        told, of_prompt = await read_all(rig.engine.submit(requests))
+        assert told.keys() == {request.request_id for request in requests}
+        for request in requests:
+            tokens, logprobs, ends = told[request.request_id]
+            assert tokens == tokens_alone(request)
+            assert logprobs == logprobs_alone(request, tokens)[1]
+            assert len(ends) == 1
+        assert of_prompt == logprobs_alone(requests[0], ())[0]
+        load = rig.engine.load()
+        assert (load.max_running, load.num_slots) == (3, 5)
+        assert load.counters.prefix_cache.num_hits == 3
+        # The last one went on in the slot of one that had ended.
+        assert load.num_cached_tokens == 3 * 69
+        configure = rig.workers[0].configures[0]
+        assert (configure.num_slots, configure.max_running) == (5, 3)
+        rows = [row for command in rig.workers[0].commands for row in command.rows]
+        assert any(row.prefix for row in rows if isinstance(row, PrefillChunk))
+
+
+async def test_flush(tmp_path):
+    async with running(tmp_path) as rig:
+        for _ in range(2):
+            _, end = await read(rig.engine.submit([make_request("a", tuple(range(50)), 3)]))
+            assert end.num_cached_tokens == 0
+            _, end = await read(rig.engine.submit([make_request("b", tuple(range(50)), 3)]))
+            assert end.num_cached_tokens == 49
+            assert [rig.engine.flush(), rig.engine.flush()] == [52, 0]
+            assert rig.engine.load().num_cached_tokens == 0
+
+
+async def test_cancel_ends_all_answers_of_the_call_and_no_others(tmp_path):
+    async with running(tmp_path) as rig:
+        names = [choice_id("a", index) for index in range(4)]
+        stream = rig.engine.submit([make_request(name, (1, 2), 250) for name in names])
+        other = make_request("other", (3,), 20)
+        other_stream = rig.engine.submit([other])
+        await read_some(stream, 3)
+        assert rig.engine.stop_request(names[1], 0)
+        rig.engine.cancel("a")
+        told, _ = await read_all(stream)
+        reasons = [told[name][2][0].reason for name in names]
+        assert reasons.count(FinishReason.CANCELLED) == 3
+        assert reasons[1] is FinishReason.STOP
+        with pytest.raises(UnknownRequestError, match="'a'"):
+            rig.engine.cancel("a")
+        assert (await read(other_stream))[0] == tokens_alone(other)
+
+
+async def test_constrained_requests_beside_others_and_through_a_lost_worker(tmp_path):
+    async with running(tmp_path, num_slots=4) as rig:
+        requests = [
+            constrained("bound", FakeConstraint(60, 1000), prompt=(1, 2), max_new_tokens=200),
+            make_request("free", (8, 8), 200),
+            constrained("stuck", FakeConstraint(5, 1000, False), max_new_tokens=200),
+        ]
+        streams = [rig.engine.submit([request]) for request in requests]
+        head = await read_some(streams[0], 5)
+        await rig.workers[0].die()
+        await rig.workers[0].start()
+        tokens, end = await read_from(streams[0], head)
+        assert tokens == tokens_alone(requests[0])
+        assert (len(tokens), end.reason, end.matched_token_id) == (60, FinishReason.STOP, None)
+        assert (await read(streams[1]))[0] == tokens_alone(requests[1])
+        tokens, end = await read(streams[2])
+        assert tokens == tokens_alone(requests[2])
+        assert (end.reason, end.status) == (FinishReason.ERROR, "FAILED_PRECONDITION")
+
+
+async def read_from(stream, head):
+    tokens = list(head)
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in stream:
+            if isinstance(event, TokenEvent):
+                tokens += event.token_ids
+    return tokens, event
+
+
+class BrokenConstraint(FakeConstraint):
+    def advance(self, token_ids):
+        if token_ids:
+            raise ArithmeticError("out of fuel")
+        return super().advance(token_ids)
+
+
+async def test_a_constraint_that_fails_ends_its_request_only(tmp_path):
+    async with running(tmp_path) as rig:
+        broken = constrained("broken", BrokenConstraint(9, 1000), max_new_tokens=9)
+        other = make_request("other", (3,), 50)
+        streams = [rig.engine.submit([request]) for request in (broken, other)]
+        tokens, end = await read(streams[0])
+        assert len(tokens) == 1
+        assert (end.reason, end.status) == (FinishReason.ERROR, "INTERNAL")
+        assert end.message == "the output's constraint could not be followed: out of fuel"
+        assert (await read(streams[1]))[0] == tokens_alone(other)
+        assert rig.states == [EngineState.READY]
+
+
+class SlowConstraint(FakeConstraint):
+    """`advance` waits for `gate`; counts the calls under way."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gate = threading.Event()
+        self.num_calls = 0
+
+    def advance(self, token_ids):
+        if token_ids:
+            self.num_calls += 1
+            assert self.gate.wait(PATIENCE_S)
+        return super().advance(token_ids)
+
+
+async def test_a_slow_constraint_holds_nobody_up_and_may_come_too_late(tmp_path):
+    async with running(tmp_path) as rig:
+        slow = SlowConstraint(9, 1000)
+        stream = rig.engine.submit([constrained("slow", slow, max_new_tokens=9)])
+        try:
+            await rig.until(lambda: slow.num_calls == 1)
+            other = make_request("other", (3,), 50)
+            assert (await read(rig.engine.submit([other])))[0] == tokens_alone(other)
+            assert len(stream.take_ready()) == 1
+            rig.engine.cancel("slow")
+            # One of the same id must not get the mask of the former.
+            again = SlowConstraint(4, 1000)
+            again.gate.set()
+            request = constrained("slow", again, max_new_tokens=9, seed=4)
+            stream = rig.engine.submit([request])
+        finally:
+            slow.gate.set()
+        tokens, end = await read(stream)
+        assert tokens == tokens_alone(request)
+        assert (len(tokens), end.reason) == (4, FinishReason.STOP)
+
+
+async def test_an_engine_stops_while_a_constraint_is_at_work(tmp_path):
+    slow = SlowConstraint(9, 1000)
+    try:
+        async with running(tmp_path) as rig:
+            stream = rig.engine.submit([constrained("slow", slow, max_new_tokens=9)])
+            await rig.until(lambda: slow.num_calls == 1)
+            await rig.engine.stop()
+            _, end = await read(stream)
+            assert end.status == "UNAVAILABLE"
+    finally:
+        slow.gate.set()
