@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from fakes import FakeWorkerServer, Script
+from integration.streams import Generation
 from scheduler_service.config import Config
 from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig
@@ -47,16 +48,6 @@ class StepMeter(asyncio.Event):
 
 
 @dataclass
-class Generation:
-    """One stream, collected."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    accepted: pb.Accepted | None = None
-    finished: pb.Finished | None = None
-
-
-@dataclass
 class Front:
     """A running server, its parts, and a client."""
 
@@ -82,22 +73,10 @@ class Front:
         """Runs a request to its end and checks the shape of its stream."""
         got = Generation()
         async for response in self.stub.Generate(request, timeout=WAIT_S, **options):
-            event = response.WhichOneof("event")
-            assert got.finished is None, "a message after Finished"
-            assert (got.accepted is None) == (event == "accepted"), "Accepted comes first, once"
             if request.HasField("request_id"):
                 assert response.request_id == request.request_id
-            if event == "accepted":
-                got.accepted = response.accepted
-            elif event == "delta":
-                if response.delta.token_ids:
-                    assert response.delta.first_token_index == len(got.token_ids)
-                got.token_ids += response.delta.token_ids
-                got.text += response.delta.text
-            else:
-                got.finished = response.finished
-        assert got.finished is not None
-        assert got.finished.usage.completion_tokens == len(got.token_ids)
+            got.add(response)
+        got.check_ended()
         return got
 
     async def load(self) -> pb.GetLoadResponse:

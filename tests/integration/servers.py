@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from integration.streams import Generation
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
 
@@ -24,16 +25,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 ]
-
-
-@dataclass
-class Generation:
-    """One stream, collected."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    accepted: pb.Accepted | None = None
-    finished: pb.Finished | None = None
 
 
 @dataclass
@@ -51,21 +42,8 @@ class Server:
         """Runs a request to its end and checks the shape of its stream."""
         got = Generation()
         for response in self.stub.Generate(request, timeout=timeout):
-            assert got.finished is None, "a message after Finished"
-            event = response.WhichOneof("event")
-            if event == "accepted":
-                assert got.accepted is None, "two Accepted"
-                got.accepted = response.accepted
-            elif event == "delta":
-                assert got.accepted is not None, "Delta before Accepted"
-                if response.delta.token_ids:
-                    assert response.delta.first_token_index == len(got.token_ids)
-                got.token_ids += response.delta.token_ids
-                got.text += response.delta.text
-            else:
-                got.finished = response.finished
-        assert got.accepted is not None
-        assert got.finished is not None
+            got.add(response)
+        got.check_ended()
         return got
 
     def worker_pids(self) -> list[int]:

@@ -6,7 +6,8 @@ import grpc
 import pytest
 
 from fakes import tokens_alone
-from integration.front import VOCAB_SIZE, WAIT_S, Generation, rest, running_front
+from integration.front import VOCAB_SIZE, WAIT_S, rest, running_front
+from integration.streams import Generation
 from scheduler_service.request import Request, Sampling
 from slotwise.v1 import inference_pb2 as pb
 
@@ -51,10 +52,11 @@ async def test_exactly_the_tokens_asked_for(front, count):
     assert got.finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert (got.accepted.prompt_tokens, got.finished.usage.prompt_tokens) == (3, 3)
     whole = await front.stub.Complete(wanted, timeout=WAIT_S)
-    assert list(whole.token_ids) == alone
-    assert whole.text == got.text
-    assert whole.finished.usage.completion_tokens == count
-    assert whole.finished.finish_reason == pb.FINISH_REASON_LENGTH
+    (choice,) = whole.choices
+    assert list(choice.token_ids) == alone
+    assert choice.text == got.text
+    assert choice.finished.usage.completion_tokens == count
+    assert choice.finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert (whole.accepted.seed, whole.accepted.prompt_tokens) == (7, 3)
     assert whole.request_id
 
@@ -205,7 +207,7 @@ async def test_the_sampling_grid(front, field, value):
     )
     accepted = {"temperature": (0.0, 1e-4, 2.0)}.get(field, (0.0, 1e-7, 1e-4))
     if value in accepted:
-        assert len((await call).token_ids) == 2
+        assert len((await call).choices[0].token_ids) == 2
     else:
         error = await front.error(call)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
