@@ -47,12 +47,16 @@ class PrefixPlan:
 
     def _ahead(self, seat: Seat, earlier: Iterable[Seat]) -> Iterable[tuple[Seat, int]]:
         """Seats in prefill that will write tokens of this one's, and how many."""
-        for other in earlier:
+        for other in reversed(list(earlier)):
             if not other.num_prefill_left or other.request.cache_salt != seat.request.cache_salt:
                 continue
             length = seat.shared_with(other)
             if length >= MIN_WAIT:
                 yield other, length
+            if not other.is_started and length == len(seat.wanted) == len(other.wanted):
+                # An equal prompt: of those before it the same is true, they need no comparison.
+                yield from other.ahead
+                return
 
     def must_wait(self, seat: Seat, live: Mapping[int, Seat]) -> bool:
         """Whether a seat that has not started waits for one before it, which will soon have written
