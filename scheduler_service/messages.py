@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -30,7 +30,7 @@ from .model_files import ModelInfo
 from .request import FinishReason
 from .service import End, Generation, Rejections, Update
 from .slots import SlotView
-from .validation import MAX_BIASES, MAX_CHOICES, MAX_STOPS
+from .validation import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS
 
 REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -42,8 +42,6 @@ MAX_MESSAGES = 1 << 14
 MAX_IDS = 1 << 22
 MAX_KWARGS_CHARS = 1 << 20
 MAX_TOOLS = 1024
-# With 20 alternatives each, under a MiB.
-PROMPT_LOGPROBS_PART = 1024
 SLOT_STATES = {
     "free": pb.SLOT_STATE_FREE,
     "prefill": pb.SLOT_STATE_PREFILL,
@@ -73,13 +71,14 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 
 def _is_map(descriptor: FieldDescriptor) -> bool:
     """Of numbers, as all maps of the API: no message is in it."""
-    return bool(descriptor.message_type.GetOptions().map_entry)
+    kind = descriptor.message_type
+    return kind is not None and bool(kind.GetOptions().map_entry)
 
 
 def generate_call(request: pb.GenerateRequest) -> GenerateCall:
     """InvalidArgumentError for unknown fields, and for an input that is missing."""
     _at_most(MAX_STOPS, len(request.stop), "stop", "stop strings")
-    _at_most(MAX_IDS, len(request.stop_token_ids), "stop_token_ids", "ids")
+    _at_most(MAX_STOP_IDS, len(request.stop_token_ids), "stop_token_ids", "ids")
     _at_most(MAX_IDS, len(request.token_ids.ids), "token_ids.ids", "ids")
     _at_most(MAX_CHOICES, len(request.choice.texts), "choice.texts", "texts")
     biases = request.sampling.logit_bias
@@ -200,12 +199,11 @@ def delta(update: Update) -> pb.Delta:
 
 
 def responses(update: Update) -> Iterator[pb.GenerateResponse]:
-    """The messages of a stream that an update makes; what may be long is cut."""
-    logprobs = update.prompt_logprobs
-    for begin in range(0, len(logprobs), PROMPT_LOGPROBS_PART):
+    """The messages of a stream that an update makes."""
+    if update.prompt_logprobs:
         part = pb.PromptLogprobs(
-            first_token_index=update.first_prompt_index + begin,
-            logprobs=map(_token_logprobs, logprobs[begin : begin + PROMPT_LOGPROBS_PART]),
+            first_token_index=update.first_prompt_index,
+            logprobs=map(_token_logprobs, update.prompt_logprobs),
         )
         yield pb.GenerateResponse(prompt_logprobs=part)
     if not update.is_empty:
@@ -214,20 +212,49 @@ def responses(update: Update) -> Iterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(finished=finished(update.index, update.end))
 
 
-def add_update(response: pb.CompleteResponse, update: Update) -> None:
-    """Joins an update to a response that has a choice for each answer."""
-    response.prompt_logprobs.extend(map(_token_logprobs, update.prompt_logprobs))
-    choice = response.choices[update.index]
-    choice.token_ids.extend(update.token_ids)
-    choice.text += update.text
-    choice.reasoning_text += update.reasoning
-    choice.logprobs.extend(map(_token_logprobs, update.logprobs))
-    for call in update.tool_calls:
-        if call.index == len(choice.tool_calls):
-            choice.tool_calls.add(id=call.id, name=call.name)
-        choice.tool_calls[call.index].arguments_json += call.arguments_json
-    if update.end is not None:
-        choice.finished.CopyFrom(finished(update.index, update.end))
+class WholeAnswers:
+    """The answers to a call as they grow; their texts are joined once, at the end."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._response = pb.CompleteResponse(
+            accepted=accepted(generation), request_id=generation.request.call_id
+        )
+        self._texts = [_Texts() for _ in range(generation.num_answers)]
+        for index in range(generation.num_answers):
+            self._response.choices.add(index=index)
+
+    def add(self, update: Update) -> None:
+        self._response.prompt_logprobs.extend(map(_token_logprobs, update.prompt_logprobs))
+        choice, texts = self._response.choices[update.index], self._texts[update.index]
+        choice.token_ids.extend(update.token_ids)
+        choice.logprobs.extend(map(_token_logprobs, update.logprobs))
+        texts.text.append(update.text)
+        texts.reasoning.append(update.reasoning)
+        for call in update.tool_calls:
+            if call.index == len(texts.arguments):
+                choice.tool_calls.add(id=call.id, name=call.name)
+                texts.arguments.append([])
+            texts.arguments[call.index].append(call.arguments_json)
+        if update.end is not None:
+            choice.finished.CopyFrom(finished(update.index, update.end))
+
+    def response(self) -> pb.CompleteResponse:
+        """Once every answer has ended."""
+        for choice, texts in zip(self._response.choices, self._texts, strict=True):
+            choice.text = "".join(texts.text)
+            choice.reasoning_text = "".join(texts.reasoning)
+            for call, pieces in zip(choice.tool_calls, texts.arguments, strict=True):
+                call.arguments_json = "".join(pieces)
+        return self._response
+
+
+@dataclass(slots=True)
+class _Texts:
+    """Pieces of an answer's text, of its reasoning, and of the arguments of each of its calls."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)
 
 
 def _token_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:

@@ -11,6 +11,8 @@ from .errors import InvalidArgumentError
 MIN_TEMPERATURE = 9.9999e-6
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
+# Just under 0.000001, as above: what is less would scale the logits to infinity.
+MIN_REPETITION_PENALTY = 9.9999e-7
 MAX_REPETITION_PENALTY = 10.0
 
 
@@ -64,11 +66,11 @@ def check_penalty(value: float, field: str) -> None:
 
 
 def check_repetition_penalty(value: float, field: str) -> None:
-    """Above 0, at most 10; 1 is off."""
-    if not 0 < value <= MAX_REPETITION_PENALTY:
+    """In [0.000001, 10]; 1 is off."""
+    if not MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY:
         raise InvalidArgumentError(
             field,
-            f"{value} is out of range; above 0 and at most {MAX_REPETITION_PENALTY:g} is accepted "
+            f"{value} is out of range; 0.000001 to {MAX_REPETITION_PENALTY:g} is accepted "
             "(1 is off)",
         )
 

@@ -102,24 +102,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _complete(
         self, request: pb.GenerateRequest, context: CallContext
     ) -> pb.CompleteResponse:
-        async with await self._begin(request, context) as generation:
-            response = pb.CompleteResponse(
-                accepted=messages.accepted(generation),
-                request_id=generation.request.call_id,
-                choices=[pb.CompleteChoice(index=i) for i in range(generation.num_answers)],
-            )
+        async with await self._begin(request, context, is_whole=True) as generation:
+            whole = messages.WholeAnswers(generation)
             while not generation.has_ended:
                 for update in await generation.next():
-                    messages.add_update(response, update)
-            return response
+                    whole.add(update)
+            return whole.response()
 
-    async def _begin(self, request: pb.GenerateRequest, context: CallContext) -> Generation:
+    async def _begin(
+        self, request: pb.GenerateRequest, context: CallContext, *, is_whole: bool = False
+    ) -> Generation:
         remaining_s = context.time_remaining()
         deadline_ns = None
         if remaining_s is not None:
             deadline_ns = self._service.engine.now_ns() + int(remaining_s * 1e9)
         with self._service.rejections.counted():
-            return await self._service.begin(messages.generate_call(request), deadline_ns)
+            call = messages.generate_call(request)
+            return await self._service.begin(call, deadline_ns, is_whole=is_whole)
 
     async def _cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
         messages.refuse_unknown_fields(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,8 +40,10 @@ from .request import (
 from .request_stream import RequestStream
 from .text_stream import TextDelta, TextStream
 from .tokenizer import Tokenizer
-from .validation import ModelLimits, check_call, make_requests, text_options
+from .validation import ModelLimits, check_call, check_fits, make_requests, text_options
 
+# Tokens of a prompt whose logprobs are told at once: with 20 alternatives, some milliseconds' work.
+PROMPT_PART = 128
 # A client's clock starts before ours: it gives up at its deadline, a little before we reach it.
 DEADLINE_SLACK_NS = 100_000_000
 # By FinishedEvent.status; what is not here is a fault of the model.
@@ -188,6 +191,8 @@ class Generation:
         self._engine = engine
         self._stream = stream
         self._answers = {answer.request.request_id: answer for answer in answers}
+        # Events that were read and not yet told.
+        self._events: list[Event] = []
 
     async def __aenter__(self) -> Generation:
         return self
@@ -223,14 +228,38 @@ class Generation:
             return
 
     async def next(self) -> list[Update]:
-        """Waits for events and joins all that are here, by answer.
+        """Waits for events and joins all that are here, by answer. Logprobs of a prompt come alone,
+        a bounded number at a time, and others get their turn between.
 
         Errors as of Answer.update; nothing may be asked after one, nor when all have ended.
         """
+        if not self._events:
+            read = (await anext(self._stream), *self._stream.take_ready())
+            self._events = [part for event in read for part in _parts(event)]
+        places = (i for i, one in enumerate(self._events) if isinstance(one, PromptLogprobsEvent))
+        count = next(places, len(self._events))
+        if count == 0:
+            await asyncio.sleep(0)
+            count = 1
+        events, self._events = self._events[:count], self._events[count:]
         by_answer: dict[str, list[Event]] = {}
-        for event in (await anext(self._stream), *self._stream.take_ready()):
+        for event in events:
             by_answer.setdefault(event.request_id, []).append(event)
         return [self._answers[name].update(events) for name, events in by_answer.items()]
+
+
+def _parts(event: Event) -> list[Event]:
+    """The event, cut where it is long."""
+    if not isinstance(event, PromptLogprobsEvent):
+        return [event]
+    return [
+        PromptLogprobsEvent(
+            event.request_id,
+            event.first_index + begin,
+            event.logprobs[begin : begin + PROMPT_PART],
+        )
+        for begin in range(0, len(event.logprobs), PROMPT_PART)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +338,12 @@ class InferenceService:
             output_format=self.model.output_format,
         )
 
-    async def begin(self, call: GenerateCall, deadline_ns: int | None) -> Generation:
+    async def begin(
+        self, call: GenerateCall, deadline_ns: int | None, *, is_whole: bool = False
+    ) -> Generation:
         """Validates and submits. The caller must leave the Generation's `async with`.
+
+        is_whole: all that comes must fit one message.
 
         InvalidArgumentError, DuplicateRequestError, QueueFullError or UnavailableError.
         """
@@ -321,6 +354,8 @@ class InferenceService:
             raise InvalidArgumentError(call.constraint.kind, "is not offered yet; leave it out")
         ids = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
         requests = make_requests(call, ids, limits, arrival_ns, deadline_ns)
+        if is_whole:
+            check_fits(requests)
         answers = [self._answer(call, request) for request in requests]
         return Generation(self.engine, answers, self.engine.submit(requests))
 

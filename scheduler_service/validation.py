@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .config import MAX_MESSAGE_BYTES
 from .errors import InvalidArgumentError
 from .generate_call import ConstraintSpec, GenerateCall
 from .request import Request, Sampling, choice_id
@@ -24,6 +25,7 @@ _MASK64 = (1 << 64) - 1
 MAX_REQUEST_ID = 128
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
+MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
@@ -32,6 +34,9 @@ MAX_SALT = 256
 MAX_CHOICES = 1024
 # Characters of a schema, an expression, a grammar or all choices.
 MAX_CONSTRAINT = 1 << 20
+# What a token and a logprob take in a message, on average: tokens seldom have above 12 bytes.
+TOKEN_BYTES = 16
+LOGPROB_BYTES = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,26 @@ def make_requests(
         )
         for index in range(call.n or 1)
     ]
+
+
+def check_fits(requests: Sequence[Request]) -> None:
+    """InvalidArgumentError when the answers, at their longest, would not fit one message."""
+    first = requests[0]
+    per_token = TOKEN_BYTES + _logprobs_bytes(first.num_logprobs)
+    num_bytes = len(requests) * first.max_new_tokens * per_token
+    of_prompt = len(first.prompt_token_ids) * _logprobs_bytes(first.num_prompt_logprobs)
+    if num_bytes + of_prompt > MAX_MESSAGE_BYTES:
+        raise InvalidArgumentError(
+            "max_new_tokens" if num_bytes > of_prompt else "prompt_logprobs",
+            f"{len(requests)} answers of up to {first.max_new_tokens} tokens to a prompt of "
+            f"{len(first.prompt_token_ids)}, with the logprobs asked for, make a message of about "
+            f"{(num_bytes + of_prompt) >> 20} MiB; one holds {MAX_MESSAGE_BYTES >> 20}. Lower "
+            "max_new_tokens, n, logprobs or prompt_logprobs, or call Generate, which streams",
+        )
+
+
+def _logprobs_bytes(num_best: int | None) -> int:
+    return 0 if num_best is None else (1 + num_best) * LOGPROB_BYTES
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -218,6 +243,7 @@ def _check_stops(call: GenerateCall, vocab_size: int) -> None:
             raise InvalidArgumentError(
                 f"stop[{index}]", f"has {size} bytes; 1 to {MAX_STOP_BYTES} are accepted"
             )
+    _check_size("stop_token_ids", len(call.stop_token_ids), 0, MAX_STOP_IDS, "ids")
     for index, token_id in enumerate(call.stop_token_ids):
         if token_id >= vocab_size:
             raise InvalidArgumentError(

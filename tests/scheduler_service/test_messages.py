@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -224,45 +225,58 @@ def token_logprobs(token_id: int, num_best: int) -> TokenLogprobs:
 
 
 def test_an_update_as_messages():
-    """Prompt logprobs in parts, then the delta, then the end; nothing for what is empty."""
-    many = tuple(token_logprobs(i, 20) for i in range(messages.PROMPT_LOGPROBS_PART + 1))
+    """Prompt logprobs, then the delta, then the end; nothing for what is empty."""
+    of_prompt = tuple(token_logprobs(i, 20) for i in range(3))
     end = End(finished_event(num_cached_tokens=2), None)
-    update = Update(1, 0, (7,), "t", (token_logprobs(7, 1),), first_prompt_index=1)
-    whole = list(messages.responses(replace(update, prompt_logprobs=many, end=end)))
+    update = Update(1, 0, (7,), "t", (token_logprobs(7, 1),), first_prompt_index=5)
+    whole = list(messages.responses(replace(update, prompt_logprobs=of_prompt, end=end)))
     kinds = [response.WhichOneof("event") for response in whole]
-    assert kinds == ["prompt_logprobs", "prompt_logprobs", "delta", "finished"]
-    parts = [response.prompt_logprobs for response in whole[:2]]
-    assert [part.first_token_index for part in parts] == [1, 1 + messages.PROMPT_LOGPROBS_PART]
-    assert [one.token.token_id for part in parts for one in part.logprobs] == list(range(len(many)))
-    assert all(response.ByteSize() < 1 << 20 for response in whole)
-    logprobs = whole[2].delta.logprobs[0]
+    assert kinds == ["prompt_logprobs", "delta", "finished"]
+    part = whole[0].prompt_logprobs
+    assert part.first_token_index == 5
+    assert [one.token.token_id for one in part.logprobs] == [0, 1, 2]
+    logprobs = whole[1].delta.logprobs[0]
     assert (logprobs.token.token_id, logprobs.token.rank, logprobs.token.text) == (7, 4, b"t")
     assert [best.token_id for best in logprobs.best] == [0]
-    assert whole[3].finished.index == 1
-    assert whole[3].finished.usage.cached_tokens == 2
+    assert whole[2].finished.index == 1
+    assert whole[2].finished.usage.cached_tokens == 2
     assert not list(messages.responses(Update(0, 3, (), "")))
 
 
-def test_updates_join_to_choices():
-    response = pb.CompleteResponse(choices=[pb.CompleteChoice(index=i) for i in range(2)])
-    calls = [(ToolCallPiece(0, "id", "f", "{"),), (ToolCallPiece(0, arguments_json="}"),)]
+def test_updates_join_to_whole_answers():
+    request = SimpleNamespace(
+        call_id="me", prompt_token_ids=(1, 2, 3), sampling=SimpleNamespace(seed=9)
+    )
+    whole = messages.WholeAnswers(SimpleNamespace(request=request, num_answers=2, queue_position=4))
+    whole.add(Update(0, 0, (), "", prompt_logprobs=(token_logprobs(2, 0),), first_prompt_index=1))
+    whole.add(Update(0, 0, (), "", prompt_logprobs=(token_logprobs(3, 0),), first_prompt_index=2))
+    calls = [
+        (ToolCallPiece(0, "id", "f", "{"),),
+        (ToolCallPiece(0, arguments_json="}"), ToolCallPiece(1, "id2", "g", "[]")),
+    ]
     for index, (text, call) in enumerate(zip("ab", calls, strict=True)):
-        messages.add_update(
-            response, Update(1, index, (index,), text, reasoning="r", tool_calls=call)
-        )
-    messages.add_update(response, Update(1, 2, (), "", end=End(finished_event(), None)))
+        logprobs = (token_logprobs(index, 1),)
+        whole.add(Update(1, index, (index,), text, logprobs, reasoning="r", tool_calls=call))
+    for index in (1, 0):
+        whole.add(Update(index, 2, (), "", end=End(finished_event(), None)))
+    response = whole.response()
+    assert (response.request_id, response.accepted.seed) == ("me", 9)
+    assert [one.token.token_id for one in response.prompt_logprobs] == [2, 3]
+    assert [choice.index for choice in response.choices] == [0, 1]
     choice = response.choices[1]
     assert (choice.text, choice.reasoning_text, list(choice.token_ids)) == ("ab", "rr", [0, 1])
-    (call,) = choice.tool_calls
-    assert (call.id, call.name, call.arguments_json) == ("id", "f", "{}")
+    assert [one.token.token_id for one in choice.logprobs] == [0, 1]
+    found = [(call.id, call.name, call.arguments_json) for call in choice.tool_calls]
+    assert found == [("id", "f", "{}"), ("id2", "g", "[]")]
     assert choice.finished.finish_reason == pb.FINISH_REASON_STOP
-    assert not response.choices[0].HasField("finished")
+    assert (response.choices[0].text, list(response.choices[0].token_ids)) == ("", [])
 
 
 @pytest.mark.parametrize(
     ("field", "limit", "request_"),
     [
         ("stop", 16, pb.GenerateRequest(text="a", stop=["a"] * 10_000)),
+        ("stop_token_ids", 1024, pb.GenerateRequest(text="a", stop_token_ids=[1] * 1_000_000)),
         (
             "sampling.logit_bias",
             1024,

@@ -29,7 +29,13 @@ from scheduler_service.request import (
     choice_id,
 )
 from scheduler_service.request_stream import RequestStream
-from scheduler_service.service import DEADLINE_SLACK_NS, InferenceService, Rejections, load_model
+from scheduler_service.service import (
+    DEADLINE_SLACK_NS,
+    PROMPT_PART,
+    InferenceService,
+    Rejections,
+    load_model,
+)
 
 
 @dataclass
@@ -43,6 +49,7 @@ class FakeEngine:
     stopped: list[tuple[str, int]] = field(default_factory=list)
     known: bool = True
     stream: RequestStream | None = None
+    max_seq_len: int = 64
 
     def now_ns(self) -> int:
         return self.clock_ns
@@ -50,7 +57,7 @@ class FakeEngine:
     def info(self):
         if not self.ready:
             raise UnavailableError("starting")
-        return SimpleNamespace(geometry=SimpleNamespace(max_seq_len=64))
+        return SimpleNamespace(geometry=SimpleNamespace(max_seq_len=self.max_seq_len))
 
     def submit(self, requests: Sequence[Request]) -> RequestStream:
         self.requests += requests
@@ -255,13 +262,40 @@ async def test_prompt_logprobs_name_the_prompts_tokens(service, engine, model):
         for index in (1, 2):
             found = (TokenLogprobs(-float(index), 1, (), ()),)
             engine.stream.push(PromptLogprobsEvent("r", index, found))
-        (update,) = await generation.next()
-    assert update.first_prompt_index == 1
-    assert [one.token for one in update.prompt_logprobs] == [
+        updates = [update for _ in range(2) for update in await generation.next()]
+    assert [update.first_prompt_index for update in updates] == [1, 2]
+    assert [one.token for update in updates for one in update.prompt_logprobs] == [
         TokenLogprob(prompt[1], -1.0, 1, b"b"),
         TokenLogprob(prompt[2], -2.0, 1, b"c"),
     ]
-    assert update.is_empty
+    assert all(update.is_empty for update in updates)
+
+
+async def test_long_prompt_logprobs_come_a_part_at_a_time(service, engine, model):
+    """Alone and in order, before what was read behind them."""
+    count = PROMPT_PART + 2
+    prompt = (5,) * (count + 1)
+    engine.max_seq_len = 2 * count
+    asked = GenerateCall(IdsInput(prompt), request_id="r", prompt_logprobs=0)
+    async with await service.begin(asked, None) as generation:
+        found = (TokenLogprobs(-1.0, 1, (), ()),) * count
+        engine.stream.push(PromptLogprobsEvent("r", 1, found))
+        engine.tokens(0, *ids(model, "a"))
+        engine.finish(FinishReason.LENGTH, 1)
+        updates = [update for _ in range(3) for update in await generation.next()]
+        assert generation.has_ended
+    parts = [(update.first_prompt_index, len(update.prompt_logprobs)) for update in updates]
+    assert parts == [(1, PROMPT_PART), (1 + PROMPT_PART, 2), (0, 0)]
+    assert [update.text for update in updates] == ["", "", "a"]
+
+
+async def test_an_answer_too_big_for_one_message_is_refused(service, engine):
+    engine.max_seq_len = 1 << 20
+    with pytest.raises(InvalidArgumentError, match="max_new_tokens"):
+        await service.begin(call(logprobs=20), None, is_whole=True)
+    assert engine.requests == []
+    async with await service.begin(call(logprobs=20), None):
+        assert len(engine.requests) == 1
 
 
 async def test_stop_strings_are_not_looked_for_in_the_first_tokens(service, engine, model):

@@ -19,6 +19,7 @@ from scheduler_service.sampling import SamplingDefaults
 from scheduler_service.validation import (
     ModelLimits,
     check_call,
+    check_fits,
     choice_seed,
     make_requests,
     text_options,
@@ -168,11 +169,12 @@ NAN, INFINITY = float("nan"), float("inf")
     [
         ("frequency_penalty", [-2.0, 0.0, 2.0], [-2.01, 2.01, NAN, INFINITY]),
         ("presence_penalty", [-2.0, 0.0, 2.0], [-2.01, 2.01, NAN, -INFINITY]),
-        ("repetition_penalty", [1e-6, 1.0, 10.0], [0.0, -1.0, 10.1, NAN, INFINITY]),
+        ("repetition_penalty", [float32(1e-6), 1.0, 10.0], [0.0, -1.0, 9e-7, 10.1, NAN, INFINITY]),
         ("logprobs", [0, 20], [21, 2**32 - 1]),
         ("prompt_logprobs", [0, 20], [21]),
         ("n", [1, 32], [0, 33]),
         ("min_new_tokens", [0, 97], [98, 2**32 - 1]),
+        ("stop_token_ids", [(1,) * 1024], [(1,) * 1025]),
         ("cache_salt", ["", "x" * 256], ["x" * 257]),
         (
             "logit_bias",
@@ -220,6 +222,28 @@ def test_min_new_tokens_is_within_the_limit():
     assert request(min_new_tokens=5, max_new_tokens=5).min_new_tokens == 5
     with pytest.raises(InvalidArgumentError, match="6 is above max_new_tokens, which is 5"):
         request(min_new_tokens=6, max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "options", "field"),
+    [
+        # B39, an answer and a prompt; the largest table of answers without logprobs.
+        (10, {"logprobs": 20, "max_new_tokens": 1 << 16}, None),
+        (1 << 16, {"prompt_logprobs": 20, "max_new_tokens": 1}, None),
+        (10, {"n": 32, "max_new_tokens": 1 << 16}, None),
+        (10, {"logprobs": 20, "max_new_tokens": 1 << 16, "n": 2}, "max_new_tokens"),
+        (1 << 17, {"prompt_logprobs": 20, "max_new_tokens": 1}, "prompt_logprobs"),
+    ],
+)
+def test_what_one_message_holds(num_prompt, options, field):
+    call = GenerateCall(IdsInput(()), **options)
+    requests = make_requests(call, (1,) * num_prompt, replace(LIMITS, max_seq_len=1 << 20), 0, None)
+    if field is None:
+        check_fits(requests)
+        return
+    with pytest.raises(InvalidArgumentError, match="one holds 64") as caught:
+        check_fits(requests)
+    assert caught.value.field == field
 
 
 def test_seeds_of_answers_are_derived():
