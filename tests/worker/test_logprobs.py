@@ -75,10 +75,11 @@ class Watched:
             self.drawn_from[slot].append(logits[row].clone())
         return list(self._sample(logits, slots, *others))
 
-    def _on_gpu(self, table: Any, logits: Tensor, slots: Tensor | None, workspace: Tensor) -> None:
+    def _on_gpu(self, table: Any, logits: Tensor, rows: Tensor | None, workspace: Tensor) -> None:
         before = int(table.counter)
-        self._sample(table, logits, slots, workspace)
-        pairs = enumerate(range(table.num_slots) if slots is None else slots.tolist())
+        self._sample(table, logits, rows, workspace)
+        # Each slot has the decode row of its own number.
+        pairs = enumerate(range(table.num_rows) if rows is None else rows.tolist())
         for row, slot in pairs:
             if table.ring[before % table.ring_rows][slot] != fake_cuda.IDLE:
                 self.drawn_from[slot].append(logits[row].clone())
