@@ -22,6 +22,7 @@ if(slotwise_use_cuda)
   set(CMAKE_CUDA_ARCHITECTURES ${SLOTWISE_CUDA_ARCHITECTURES})
   enable_language(CUDA)
   add_library(slotwise_cuda STATIC
+    src/cuda/adjust_logits.cu
     src/cuda/all_reduce.cu
     src/cuda/attention_float32.cu
     src/cuda/decode_attention.cu

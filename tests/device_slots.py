@@ -1,4 +1,4 @@
-"""A slot table on the GPU with arrays that a test can set and read. S slots, V vocabulary."""
+"""A slot table on the GPU with arrays that a test can set and read. R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from torch import Tensor
 
 from worker import _native
 
+# Of `scheduled`: in the next step alone, and in all to come.
+ONCE, ALWAYS = 1, 2
 NAMES = ["last_token", "length", "active", "scheduled", "row_token", "row_position", "max_len"]
 
 
 class DeviceSlots:
-    """Greedy slots that are neither active nor scheduled; arrays under the table's names."""
+    """Greedy rows that are neither active nor scheduled; arrays under the table's names."""
 
-    def __init__(self, num_slots: int, vocab: int, ring_rows: int = 4) -> None:
+    def __init__(self, num_rows: int, vocab: int, ring_rows: int = 4) -> None:
         ints: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
-        self.arrays = {name: torch.zeros(num_slots, **ints) for name in NAMES}
+        self.arrays = {name: torch.zeros(num_rows, **ints) for name in NAMES}
         self.arrays["max_len"].fill_(1 << 30)
         self.arrays |= {
-            "end_ids": torch.zeros(num_slots, (vocab + 31) // 32, **ints),
-            "temperature": torch.zeros(num_slots, device="cuda"),
-            "top_k": torch.zeros(num_slots, **ints),
-            "top_p": torch.ones(num_slots, device="cuda"),
-            "min_p": torch.zeros(num_slots, device="cuda"),
-            "seed": torch.zeros(num_slots, dtype=torch.int64, device="cuda"),
+            "end_ids": torch.zeros(num_rows, (vocab + 31) // 32, **ints),
+            "temperature": torch.zeros(num_rows, device="cuda"),
+            "top_k": torch.zeros(num_rows, **ints),
+            "top_p": torch.ones(num_rows, device="cuda"),
+            "min_p": torch.zeros(num_rows, device="cuda"),
+            "seed": torch.zeros(num_rows, dtype=torch.int64, device="cuda"),
             "counter": torch.zeros(1, **ints),
         }
-        self.ring = torch.full((ring_rows, num_slots), -77, dtype=torch.int32, pin_memory=True)
+        self.ring = torch.full((ring_rows, num_rows), -77, dtype=torch.int32, pin_memory=True)
         self.stamps = torch.zeros(ring_rows, 2, dtype=torch.int64, pin_memory=True)
         self.table = _native.SlotTable(
             vocab=vocab,
@@ -46,12 +48,12 @@ class DeviceSlots:
     def get(self, name: str) -> list[int]:
         return list(self.arrays[name].tolist())
 
-    def set_end_ids(self, slot: int, ids: set[int]) -> None:
+    def set_end_ids(self, row: int, ids: set[int]) -> None:
         words = [0] * self.arrays["end_ids"].shape[1]
         for one in ids:
             words[one // 32] |= 1 << one % 32
         signed = [word - (1 << 32) if word >> 31 else word for word in words]
-        self.arrays["end_ids"][slot] = torch.tensor(signed, dtype=torch.int32)
+        self.arrays["end_ids"][row] = torch.tensor(signed, dtype=torch.int32)
 
     def workspace(self, ops: _native.CudaOps, num_rows: int) -> Tensor:
         """Zeros when it is made, then as `sample` left it."""
@@ -61,11 +63,11 @@ class DeviceSlots:
         return self._workspace
 
     def sample(
-        self, ops: _native.CudaOps, logits: Tensor, slots: list[int] | None = None
+        self, ops: _native.CudaOps, logits: Tensor, rows: list[int] | None = None
     ) -> list[int]:
         """The step's row of the ring."""
         at = int(self.arrays["counter"].item()) % len(self.ring)
-        chosen = None if slots is None else torch.tensor(slots, dtype=torch.int32, device="cuda")
+        chosen = None if rows is None else torch.tensor(rows, dtype=torch.int32, device="cuda")
         ops.sample(self.table, logits, chosen, self.workspace(ops, logits.shape[0]))
         torch.cuda.synchronize()
         return list(self.ring[at].tolist())

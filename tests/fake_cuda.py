@@ -19,6 +19,19 @@ from torch import Tensor
 from worker import _native
 
 IDLE, CORRUPTED = -2, -1
+# Of `scheduled`: in the next step alone.
+ONCE = 1
+
+
+REPETITION, FREQUENCY, BIASED, MIN_LEN, MASKED = (1 << bit for bit in range(5))
+SEEN_IN_PROMPT = 1 << 30
+
+
+class AdjustTable:
+    """The native one's fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
 
 
 class SlotTable:
@@ -26,8 +39,8 @@ class SlotTable:
 
     def __init__(self, *, ring: int, stamps: int, ring_rows: int, **fields: Any) -> None:
         self.__dict__.update(fields)
-        self.num_slots = self.length.shape[0]
-        self.ring = _at(ring, np.int32, (ring_rows, self.num_slots))
+        self.num_rows = self.length.shape[0]
+        self.ring = _at(ring, np.int32, (ring_rows, self.num_rows))
         self.stamps = _at(stamps, np.int64, (ring_rows, 2))
         self.ring_rows = ring_rows
 
@@ -79,7 +92,7 @@ class CudaOps:
             out.copy_(product)
 
     @staticmethod
-    def decode_attention_workspace(slots: int, positions: int, heads: int, dim: int) -> int:
+    def decode_attention_workspace(rows: int, positions: int, heads: int, dim: int) -> int:
         return 4
 
     def decode_attention(
@@ -93,19 +106,21 @@ class CudaOps:
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
+        slots: Tensor,
         scale: float,
         states: Tensor,
         counters: Tensor,
         out: Tensor,
     ) -> None:
-        assert qkv.shape[0] == keys.shape[0] == positions.shape[0]
+        assert qkv.shape[0] == positions.shape[0] == slots.shape[0] <= keys.shape[0]
+        assert counters.shape[0] == qkv.shape[0] * keys.shape[2]
         out.zero_()
-        for slot, position in enumerate(positions.tolist()):
+        for at, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
             if position < 0:
                 continue
-            row = qkv[slot : slot + 1].clone()
+            row = qkv[at : at + 1].clone()
             self.rope_append(row, q_norm, k_norm, eps, cos, sin, keys, values, slot, position)
-            self.prefill_attention(row, keys, values, slot, position, scale, out[slot : slot + 1])
+            self.prefill_attention(row, keys, values, slot, position, scale, out[at : at + 1])
 
     def rope_append(
         self,
@@ -150,7 +165,7 @@ class CudaOps:
             out.view(rows, -1, dim)[row] = (weights[:, :, None] * v).sum(0)
 
     def begin_command(self, table: SlotTable) -> None:
-        rows = (table.scheduled == 1) & (table.active == 1)
+        rows = (table.scheduled != 0) & (table.active == 1)
         table.row_token.copy_(torch.where(rows, table.last_token, -1))
         table.row_position.copy_(torch.where(rows, table.length, -1))
 
@@ -161,48 +176,96 @@ class CudaOps:
     def sample_workspace(num_rows: int, vocab: int) -> int:
         return 4
 
-    def sample(
-        self, table: SlotTable, logits: Tensor, slots: Tensor | None, workspace: Tensor
+    def adjust_logits(
+        self,
+        table: SlotTable,
+        adjust: AdjustTable,
+        logits: Tensor,
+        rows: Tensor | None,
+        out: Tensor,
     ) -> None:
-        drawn = np.full(table.num_slots, IDLE, dtype=np.int32)
-        if slots is None:
-            rows = [s for s, p in enumerate(table.row_position.tolist()) if p >= 0]
-            table.length[rows] += 1
-            pairs = [(slot, slot) for slot in rows]
-        else:
-            pairs = list(enumerate(slots.tolist()))
-        for row, slot in pairs:
-            drawn[slot] = self._draw(table, logits[row : row + 1], slot)
-            self._accept(table, slot, int(drawn[slot]))
-        row = int(table.counter) % table.ring_rows
-        table.ring[row] = drawn
+        out.fill_(torch.nan)
+        for part, row in self._taking_part(table, rows):
+            if rows is None and adjust.flags[row] & (REPETITION | FREQUENCY):
+                adjust.counts[row, table.row_token[row]] += 1
+            # Of the sequence without the token to be drawn.
+            length = int(table.length[row]) + int(rows is None)
+            adjusted = self._adjusted(table, adjust, logits[part].numpy().copy(), row, length)
+            out[part] = torch.from_numpy(adjusted)
+
+    def _adjusted(
+        self, table: SlotTable, adjust: AdjustTable, x: Any, row: int, length: int
+    ) -> Any:
+        flags = int(adjust.flags[row])
+        seen = adjust.counts[row].numpy()
+        count = seen & ~SEEN_IN_PROMPT
+        frequency, presence, repetition = (
+            getattr(adjust, f"{name}_penalty")[row].numpy()
+            for name in ("frequency", "presence", "repetition")
+        )
+        if flags & REPETITION:
+            x = np.where(seen != 0, np.where(x > 0, x / repetition, x * repetition), x)
+        if flags & FREQUENCY:
+            x = np.where(count != 0, x - frequency * count.astype(np.float32) - presence, x)
+        if flags & BIASED:
+            x = x + adjust.bias[row].numpy()
+        if flags & MIN_LEN and length < adjust.min_len[row]:
+            x = np.where(_bits(table.end_ids[row], len(x)), np.float32(-np.inf), x)
+        if flags & MASKED:
+            x = np.where(_bits(adjust.mask[row], len(x)), x, np.float32(-np.inf))
+        return x
+
+    def _taking_part(self, table: SlotTable, rows: Tensor | None) -> list[tuple[int, int]]:
+        """(row of the logits, row of the table)."""
+        if rows is not None:
+            return list(enumerate(rows.tolist()))
+        return [(row, row) for row, p in enumerate(table.row_position.tolist()) if p >= 0]
+
+    def sample(
+        self, table: SlotTable, logits: Tensor, rows: Tensor | None, workspace: Tensor
+    ) -> None:
+        drawn = np.full(table.num_rows, IDLE, dtype=np.int32)
+        pairs = self._taking_part(table, rows)
+        if rows is None:
+            table.length[[row for _, row in pairs]] += 1
+        for part, row in pairs:
+            drawn[row] = self._draw(table, logits[part : part + 1], row)
+            self._accept(table, row, int(drawn[row]))
+        ring_row = int(table.counter) % table.ring_rows
+        table.ring[ring_row] = drawn
         table.counter += 1
         self.begin_command(table)
 
     def logprobs(
-        self, table: SlotTable, logits: Tensor, slots: Tensor | None, counts: Tensor, out: Tensor
+        self, table: SlotTable, logits: Tensor, rows: Tensor | None, counts: Tensor, out: Tensor
     ) -> None:
         step = int(table.counter) - 1
         drawn = table.ring[step % table.ring_rows].tolist()
-        for row, slot in enumerate(range(table.num_slots) if slots is None else slots.tolist()):
-            if drawn[slot] >= 0 and counts[slot] >= 0:
-                token = torch.tensor([drawn[slot]], dtype=torch.int32)
-                record = out[step % len(out), slot].view(1, -1)
-                self._cpu.logprobs(logits[row : row + 1], token, counts[slot : slot + 1], record)
+        for part, row in enumerate(range(table.num_rows) if rows is None else rows.tolist()):
+            if drawn[row] >= 0 and counts[row] >= 0:
+                token = torch.tensor([drawn[row]], dtype=torch.int32)
+                record = out[step % len(out), row].view(1, -1)
+                self._cpu.logprobs(logits[part : part + 1], token, counts[row : row + 1], record)
 
-    def _draw(self, table: SlotTable, logits: Tensor, slot: int) -> int:
-        out, at = torch.zeros(1, dtype=torch.int32), slice(slot, slot + 1)
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, count: int, out: Tensor) -> None:
+        counts = torch.full((len(out),), count, dtype=torch.int32)
+        self._cpu.logprobs(logits, token_ids, counts, out)
+
+    def _draw(self, table: SlotTable, logits: Tensor, row: int) -> int:
+        out, at = torch.zeros(1, dtype=torch.int32), slice(row, row + 1)
         parameters = table.temperature, table.top_k, table.top_p, table.min_p, table.seed
         self._cpu.sample(logits, *(p[at] for p in parameters), table.length[at].clone(), out)
         return int(out)
 
-    def _accept(self, table: SlotTable, slot: int, token_id: int) -> None:
-        table.active[slot] = 0
+    def _accept(self, table: SlotTable, row: int, token_id: int) -> None:
+        table.active[row] = 0
+        if table.scheduled[row] == ONCE:
+            table.scheduled[row] = 0
         if token_id == CORRUPTED:
             return
-        ends = table.end_ids[slot, token_id // 32].item() >> (token_id % 32) & 1
-        table.last_token[slot] = token_id
-        table.active[slot] = int(not ends and table.length[slot] + 1 < table.max_len[slot])
+        ends = table.end_ids[row, token_id // 32].item() >> (token_id % 32) & 1
+        table.last_token[row] = token_id
+        table.active[row] = int(not ends and table.length[row] + 1 < table.max_len[row])
 
 
 class Event:
@@ -219,6 +282,7 @@ def install(monkeypatch: Any) -> None:
     """Puts the fake in the place of the native library's GPU part, and of torch's."""
     monkeypatch.setattr(_native, "CudaOps", CudaOps, raising=False)
     monkeypatch.setattr(_native, "SlotTable", SlotTable, raising=False)
+    monkeypatch.setattr(_native, "AdjustTable", AdjustTable, raising=False)
     names = [f"worker.{name}" for name in ("cuda_backend", "cuda_slots", "cuda_runner")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -257,7 +321,7 @@ def device() -> Any:
             return CudaBackend(torch.device("cpu"), stream, weight_dtype)
 
         def runner(self, decoder: Any) -> Any:
-            slots = CudaSlots(decoder.ops, decoder.limits.num_slots, decoder.config.vocab_size)
+            slots = CudaSlots(decoder.ops, decoder.limits.max_running, decoder.config.vocab_size)
             return CudaRunner(decoder, decoder.ops, slots), slots
 
         def join_group(self, rendezvous: Any) -> Any:
@@ -282,6 +346,11 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _bits(words: Tensor, count: int) -> Any:
+    """bool [count]: bit i % 32 of word i / 32."""
+    return np.unpackbits(words.numpy().view(np.uint8), count=count, bitorder="little") == 1
 
 
 def _at(address: int, dtype: Any, shape: tuple[int, int]) -> Any:

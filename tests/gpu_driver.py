@@ -73,15 +73,17 @@ class GpuDriver(Driver):
             for row in result.rows:
                 if row.token_ids:
                     position = self.executor._slots[row.slot].length
-                    self._keep(row.slot, position, self.decoder._logits[row.slot])
+                    at = self.runner._tenants[row.slot].decode_row
+                    self._keep(row.slot, position, self.decoder._logits[at])
         return result
 
     def _recording_forward(self, batch: ForwardBatch) -> torch.Tensor:
-        positions = batch.positions.tolist() if batch.num_decode_rows else []
+        decode = zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)
+        rows = list(decode) if batch.num_decode_rows else []
         logits = self._forward(batch)
-        for slot, position in enumerate(positions):
+        for row, (slot, position) in enumerate(rows):
             if position >= 0:
-                self._keep(slot, position + 1, logits[slot])
+                self._keep(slot, position + 1, logits[row])
         for span in batch.sampled_chunks:
             self._keep(span.slot, span.start + 1, logits[span.first_row])
         return logits

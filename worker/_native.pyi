@@ -154,16 +154,17 @@ class CpuOps:
         """
 
 class SlotTable:
-    """The slot table on the device: what a decode step reads and changes without the host.
+    """The slots that may decode, a row each: what a step reads and changes without the host.
 
-    Arrays on the GPU, one element per slot (int32 unless said); the caller keeps them. `length`:
-    tokens in the cache; `active`: 1 while the slot may decode; `scheduled`: 1 where the present
-    command lists it; `row_token`, `row_position`: the inputs of the next step, -1 for idle slots,
-    kept by begin_command and sample. end_ids int32 [S, ceil(V / 32)], bit id % 32 of word id / 32;
-    temperature, top_p, min_p float32; seed int64; counter int32 [1]. `ring`: address of pinned
-    int32 [ring_rows, S]; row counter % ring_rows gets a step's token ids, -1 for a corrupted row,
-    -2 for a slot that took no part. `stamps`: address of pinned int64 [ring_rows, 2], the device's
-    clock in ns at the start and at the end of the step.
+    Arrays on the GPU, one element per row (R rows, int32 unless said); the caller keeps them.
+    `length`: tokens in the cache; `active`: 1 while the slot may decode; `scheduled`: 2 where the
+    present command lists it, 1 where for its next step alone, 0 then and else; `row_token`,
+    `row_position`: the inputs of the next step, -1 for idle rows, kept by begin_command and sample.
+    end_ids int32 [R, ceil(V / 32)], bit id % 32 of word id / 32; temperature, top_p, min_p float32;
+    seed int64; counter int32 [1]. `ring`: address of pinned int32 [ring_rows, R]; row counter %
+    ring_rows gets a step's token ids, -1 for a corrupted row, -2 for one that took no part.
+    `stamps`: address of pinned int64 [ring_rows, 2], the device's clock in ns at the start and at
+    the end of the step.
     """
 
     def __init__(
@@ -187,6 +188,29 @@ class SlotTable:
         ring: int,
         stamps: int,
         ring_rows: int,
+    ) -> None: ...
+
+class AdjustTable:
+    """What is done to the logits that a row of a SlotTable is sampled from: worker.proto.
+
+    Arrays on the GPU; the caller keeps them. int32 [R]: `flags`, the sum of 1 (repetition), 2
+    (frequency and presence), 4 (bias), 8 (min_len), 16 (mask), nothing else of the row being read;
+    min_len. float32 [R]: the penalties. `counts` int32 [R, V]: how often a token was generated, and
+    bit 30 for one seen in the prompt; `bias` float32 [R, V], 0 changes nothing; `mask` int32 [R,
+    ceil(V / 32)], bit id % 32 of word id / 32 for a token that may be sampled.
+    """
+
+    def __init__(
+        self,
+        *,
+        flags: Tensor,
+        min_len: Tensor,
+        frequency_penalty: Tensor,
+        presence_penalty: Tensor,
+        repetition_penalty: Tensor,
+        counts: Tensor,
+        bias: Tensor,
+        mask: Tensor,
     ) -> None: ...
 
 class CudaOps:
@@ -245,24 +269,25 @@ class CudaOps:
         k_cache: Tensor,
         v_cache: Tensor,
         positions: Tensor,
+        slots: Tensor,
         scale: float,
         states: Tensor,
         counters: Tensor,
         out: Tensor,
     ) -> None:
-        """Row t is slot t at positions[t] (int32 [S], -1: idle, out is zeros).
+        """Row t is slots[t] at positions[t] (int32 [T]; position -1: idle, out is zeros).
 
-        Norm, rotate, append, attend [0, positions[t]]. positions and earlier rows of the caches are
-        read before the kernels ahead on the stream have ended: where these write them, put `embed`
-        between, or wait.
+        Norm, rotate, append, attend [0, positions[t]]. positions, slots and earlier rows of the
+        caches are read before the kernels ahead on the stream have ended: where these write them,
+        put `embed` between, or wait. Rows that are not idle are of different slots.
 
         k_cache, v_cache [S, P, H_kv, D], any strides with D contiguous. states float32, at least
-        decode_attention_workspace bytes; counters int32 [S H_kv], zero.
+        decode_attention_workspace bytes; counters int32 [T H_kv], zero.
         """
 
     @staticmethod
     def decode_attention_workspace(
-        num_slots: int, num_positions: int, num_q_heads: int, head_dim: int
+        num_rows: int, num_positions: int, num_q_heads: int, head_dim: int
     ) -> int:
         """Bytes of `states`."""
 
@@ -297,29 +322,49 @@ class CudaOps:
         """row_token and row_position from scheduled, active, last_token and length."""
 
     def embed_slots(self, table: SlotTable, weight: Tensor, first_id: int, out: Tensor) -> None:
-        """embed of row_token into out [S, H]; stamps the start of the step."""
+        """embed of row_token into out [R, H]; stamps the start of the step."""
+
+    def adjust_logits(
+        self,
+        table: SlotTable,
+        adjust: AdjustTable,
+        logits: Tensor,
+        rows: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """out [B, V] = logits [B, V] as their rows want them, with the bits of worker/sampler.py.
+
+        rows as for `sample`, which comes behind it with `out`. Once for a step: in decode the token
+        in row_token is counted as generated. Rows without part are not written.
+        """
 
     def sample(
-        self, table: SlotTable, logits: Tensor, slots: Tensor | None, workspace: Tensor
+        self, table: SlotTable, logits: Tensor, rows: Tensor | None, workspace: Tensor
     ) -> None:
         """Draws a token for each row of logits [B, V], as CpuOps.sample does; moves the slots on.
 
-        slots None: row b is slot b, those with row_position -1 take no part, lengths grow by one.
-        Else int32 [B], the slots whose prompts end here. workspace uint8, sample_workspace bytes,
-        zero before its first use.
+        rows None: all of the table in order, those with row_position -1 take no part, lengths grow
+        by one. Else int32 [B], the rows whose prompts end here. workspace uint8, sample_workspace
+        bytes, zero before its first use.
         """
 
     @staticmethod
     def sample_workspace(num_rows: int, vocab: int) -> int: ...
     def logprobs(
-        self, table: SlotTable, logits: Tensor, slots: Tensor | None, counts: Tensor, out: Tensor
+        self, table: SlotTable, logits: Tensor, rows: Tensor | None, counts: Tensor, out: Tensor
     ) -> None:
         """Logprobs of the tokens that the last `sample` drew, as CpuOps.logprobs gives them.
 
-        Behind `sample`, before any other step, with the same logits and slots. counts int32 [S],
-        -1 for slots that want none. out: pinned int32 [R, S, 42] on the CPU; row step % R, where
-        the token is in row step % ring_rows of the ring. What a slot gets that drew none means
-        nothing.
+        Behind `sample`, before any other step, with the same rows, and with the logits before
+        adjust_logits. counts int32 [R], -1 for rows that want none. out: pinned int32 [N, R, 42] on
+        the CPU; row step % N, where the token is in row step % ring_rows of the ring. What a row
+        gets that drew none means nothing.
+        """
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, count: int, out: Tensor) -> None:
+        """The same of a given token for each row of logits [B, V]: token_ids int32 [B].
+
+        count: best tokens wanted, 0 to 20. out: pinned int32 [B, 42] on the CPU.
         """
 
 class CudaPeers:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Size of a slot cache."""
+    """Size of a slot cache; at most `num_rows` of its slots decode at a time."""
 
     num_layers: int
     num_slots: int
+    num_rows: int
     max_seq_len: int
     num_q_heads: int
     num_kv_heads: int

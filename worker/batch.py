@@ -163,7 +163,7 @@ class ForwardBatch:
     token_ids, slots, positions: int32 [T]. Rows [0, num_decode_rows) decode, one per slot; `chunks`
     cover the others. `sample_rows`: rows whose logits are wanted, integers [B], or None for all;
     `sampled_chunks`: those of them that end chunks, as chunks of the batch `sampled` gives. On a
-    GPU decode rows are all slots in order, `table` holds them, and `positions` are theirs alone.
+    GPU decode rows are all rows of `table` in order; `slots` and `positions` are theirs alone.
     """
 
     token_ids: Tensor

@@ -87,12 +87,12 @@ class CudaBackend(_native.CudaOps):
         return -(-count // BLOCK_ROWS) * BLOCK_ROWS
 
     def forward_rows(self, limits: ServingLimits) -> int:
-        """The most rows of a forward: every slot is a row where any decodes."""
-        return self.num_rows(limits.max_step_tokens + limits.num_slots)
+        """The most rows of a forward: all decode rows are there where any decodes."""
+        return self.num_rows(limits.max_step_tokens + limits.max_running)
 
     def sampled_rows(self, limits: ServingLimits) -> int:
-        """The most rows that are sampled from: every slot, and the prompts that end."""
-        return self.num_rows(2 * limits.num_slots)
+        """The most rows that are sampled from: all decode rows, and the prompts that end."""
+        return self.num_rows(2 * limits.max_running)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> DeviceWeight:
         """Weight [N, K] and bias [N] on the device."""
@@ -113,11 +113,11 @@ class CudaBackend(_native.CudaOps):
         self, batch: ForwardBatch, weight: DeviceWeight, first_id: int, out: Tensor
     ) -> None:
         """The embeddings of the batch's tokens, or of the slot table's rows."""
-        slots = batch.num_decode_rows
+        decode = batch.num_decode_rows
         if isinstance(batch.table, _native.SlotTable):
-            self.embed_slots(batch.table, weight.matrix, first_id, out[:slots])
-        if batch.num_rows > slots:
-            self.embed(batch.token_ids[slots:], weight.matrix, first_id, out[slots:])
+            self.embed_slots(batch.table, weight.matrix, first_id, out[:decode])
+        if batch.num_rows > decode:
+            self.embed(batch.token_ids[decode:], weight.matrix, first_id, out[decode:])
 
     def linear(  # type: ignore[override]
         self, x: Tensor, weight: DeviceWeight, out: Tensor
@@ -156,7 +156,7 @@ class CudaBackend(_native.CudaOps):
 
 
 class CudaAttention:
-    """The twin of Attention: decode rows are the slots, a chunk at a time for prompts."""
+    """The twin of Attention: all decode rows at once, a chunk at a time for prompts."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class CudaAttention:
         shape = cache.shape
         self._states = torch.zeros(state_floats(shape), device=ops.device)
         self._counters = torch.zeros(
-            shape.num_slots * shape.num_kv_heads, dtype=torch.int32, device=ops.device
+            shape.num_rows * shape.num_kv_heads, dtype=torch.int32, device=ops.device
         )
 
     def append(self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor) -> None:
@@ -212,6 +212,7 @@ class CudaAttention:
                 keys,
                 values,
                 batch.positions,
+                batch.slots,
                 self.scale,
                 self._states,
                 self._counters,
@@ -224,7 +225,7 @@ def state_floats(shape: CacheShape) -> int:
     """Floats of decode attention's partial results."""
     return (
         _native.CudaOps.decode_attention_workspace(
-            shape.num_slots, shape.max_seq_len, shape.num_q_heads, shape.head_dim
+            shape.num_rows, shape.max_seq_len, shape.num_q_heads, shape.head_dim
         )
         // 4
     )

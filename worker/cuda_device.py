@@ -88,7 +88,7 @@ class CudaDevice(Device):
         """See Device."""
         backend = decoder.ops
         assert isinstance(backend, CudaBackend)
-        slots = CudaSlots(backend, decoder.limits.num_slots, decoder.config.vocab_size)
+        slots = CudaSlots(backend, decoder.limits.max_running, decoder.config.vocab_size)
         return CudaRunner(decoder, backend, slots), slots
 
     def warm_up(self, decoder: Decoder, batches: Batches) -> None:

@@ -1,7 +1,8 @@
 """Runs the forwards of commands on a GPU: decode steps as replays of one CUDA graph.
 
 `start` only puts work on the stream, so several commands can be under way and the GPU goes from one
-to the next without the host.
+to the next without the host. Slots become rows of the slot table here, and are slots again in what
+comes back; chunks alone know the cache's slots.
 """
 
 from __future__ import annotations
@@ -9,26 +10,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from worker._native import CudaOps
-from worker.batch import SlotSetup, TokenLogprobs
+from worker.batch import ForwardBatch, SlotSetup, TokenLogprobs
 from worker.cuda_backend import CudaBackend
-from worker.cuda_slots import CudaSlots
+from worker.cuda_slots import CudaSlots, adjust_flags
 from worker.decoder import Decoder
 from worker.errors import StepError
-from worker.runner import CORRUPTED, Drawn, Outcome, StepWork, read_logprobs
+from worker.runner import (
+    CORRUPTED,
+    LOGPROBS_RECORD,
+    Drawn,
+    Outcome,
+    PromptRows,
+    StepWork,
+    prompt_rows,
+    read_logprobs,
+)
 
 _IDLE = -2
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a step does beside drawing: who wants nothing of it pays nothing."""
+
+    logprobs: bool
+    adjusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Records of the parts' tokens, one part after another; best tokens beside each part's."""
+
+    records: Tensor
+    parts: list[tuple[PromptRows, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """Work on the stream: between two events; the rows of the ring its steps write.
 
-    `num_logprobs`: of its slots that want any, as their tenants want them.
+    `rows`: of the table, by slot, as they are now. `num_logprobs`: of its slots that want any, as
+    their tenants want them.
     """
 
     work: StepWork
@@ -36,11 +64,13 @@ class Started:
     end: torch.cuda.Event
     decode_rows: list[int]
     sample_row: int | None
+    rows: dict[int, int]
     num_logprobs: dict[int, int]
+    prompt_logprobs: PromptLogprobs | None
 
     @property
-    def rows(self) -> list[int]:
-        """Of the ring, in the order of the steps."""
+    def ring_rows(self) -> list[int]:
+        """In the order of the steps."""
         return self.decode_rows + ([] if self.sample_row is None else [self.sample_row])
 
 
@@ -48,49 +78,60 @@ class CudaRunner:
     """The twin of CpuRunner; used from the thread that made its stream current."""
 
     def __init__(self, decoder: Decoder, backend: CudaBackend, slots: CudaSlots) -> None:
-        limits = decoder.limits
+        rows, vocab_size = decoder.limits.max_running, decoder.config.vocab_size
         self.decoder = decoder
         self._ops = backend
         self._slots = slots
         self._batch = slots.decode_batch()
-        self._taken: list[tuple[int, SlotSetup]] = []
-        self._num_logprobs = [-1] * limits.num_slots
+        # Tenants that the table does not have yet; those of all slots.
+        self._taken: dict[int, SlotSetup] = {}
+        self._tenants: dict[int, SlotSetup] = {}
         # Rows of the ring, ever: asked for by `start`, and read by `finish`.
         self._rows_begun = self._rows_read = 0
-        size = CudaOps.sample_workspace(limits.num_slots, decoder.config.vocab_size)
+        size = CudaOps.sample_workspace(rows, vocab_size)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device)
-        # A decode step without logprobs and one with them: who wants none pays nothing.
-        self._steps: dict[bool, Callable[[], None]] = {
-            wanted: partial(self._decode_step, wanted) for wanted in (False, True)
+        self._adjusted = backend.floats(rows, vocab_size)
+        self._steps: dict[Variant, Callable[[], None]] = {
+            variant: partial(self._decode_step, variant)
+            for variant in (Variant(*flags) for flags in product((False, True), repeat=2))
         }
         if decoder.group.capturable:
             self._steps = self._captured()
 
-    def take(self, slot: int, setup: SlotSetup) -> None:
-        """A new tenant with the next work; nothing of the old one stays."""
-        self._taken.append((slot, setup))
-        self._num_logprobs[slot] = setup.num_logprobs
+    @property
+    def max_logprobs_steps(self) -> int:
+        """See Runner; a step with chunks may take two rows of the ring of logprobs."""
+        return len(self._slots.logprobs) // 2
+
+    def take(self, slot: int, setup: SlotSetup, num_kept: int) -> None:
+        """A new tenant with the next work. The cache stays as it is: no row reads past its own."""
+        self._taken[slot] = self._tenants[slot] = setup
 
     def start(self, work: StepWork) -> Started:
         """Puts the work on the stream. StepError if results that nobody has read would be lost."""
+        rows = {slot: self._tenants[slot].decode_row for slot in _sampling(work)}
         num_logprobs = self._wanted_logprobs(work)
-        self._claim_rows(2 if work.chunks else work.num_steps, bool(num_logprobs))
+        variant = Variant(bool(num_logprobs), self._is_adjusted(work))
+        num_steps = 1 if work.masks.keys() >= set(work.decode_slots) else work.num_steps
+        self._claim_rows(2 if work.chunks else num_steps, variant.logprobs)
         begin, end = _event(), _event()
         begin.record()
         decode_rows: list[int] = []
-        sample_row = None
+        sample_row = prompt_logprobs = None
         if work.decode_slots:
-            self._slots.schedule(work.decode_slots)
+            self._slots.schedule({rows[slot]: slot in work.masks for slot in work.decode_slots})
         if work.chunks:
-            decode_rows, sample_row = self._prefill(work, bool(num_logprobs))
+            decode_rows, sample_row, prompt_logprobs = self._prefill(work, rows, variant)
         else:
-            step = self._steps[bool(num_logprobs)]
-            for _ in range(work.num_steps):
-                step()
+            self._slots.allow({rows[slot]: mask for slot, mask in work.masks.items()})
+            for _ in range(num_steps):
+                self._steps[variant]()
                 decode_rows.append(self._slots.next_ring_row())
         end.record()
-        started = Started(work, begin, end, decode_rows, sample_row, num_logprobs)
-        self._rows_begun += len(started.rows)
+        started = Started(
+            work, begin, end, decode_rows, sample_row, rows, num_logprobs, prompt_logprobs
+        )
+        self._rows_begun += len(started.ring_rows)
         return started
 
     def finish(self, started: Started) -> Outcome:
@@ -99,24 +140,34 @@ class CudaRunner:
         started.end.synchronize()
         self.decoder.group.check()
         work, ring = started.work, self._slots.ring
-        steps = [_drawn(ring[row].tolist(), work.decode_slots) for row in started.decode_rows]
+        slots = [work.decode_slots] * len(started.decode_rows)
         if started.sample_row is not None:
-            steps.append(_drawn(ring[started.sample_row].tolist(), work.sampled_slots))
+            slots.append(work.sampled_slots)
+        steps = [
+            _drawn(ring[row].tolist(), drawing, started.rows)
+            for row, drawing in zip(started.ring_rows, slots, strict=True)
+        ]
         logprobs = self._read_logprobs(started, steps)
-        self._rows_read += len(started.rows)
+        self._rows_read += len(started.ring_rows)
         duration_ns = int(started.begin.elapsed_time(started.end) * 1e6)
-        return Outcome(steps, duration_ns, logprobs)
+        return Outcome(steps, duration_ns, logprobs, _read_prompts(started.prompt_logprobs))
 
     def gaps_ns(self, count: int) -> list[int]:
         """By the device's clock; the last `count` steps must have been nothing but decode steps."""
         stamps = self._slots.last_stamps(count)
         return list((stamps[1:, 0] - stamps[:-1, 1]).tolist())
 
+    def _is_adjusted(self, work: StepWork) -> bool:
+        return any(adjust_flags(self._tenants[slot]) for slot in _sampling(work))
+
     def _wanted_logprobs(self, work: StepWork) -> dict[int, int]:
         """By slot, where it wants logprobs: how many of the best tokens."""
-        counts = self._num_logprobs
-        slots = (*work.decode_slots, *work.sampled_slots)
-        return {slot: counts[slot] for slot in slots if counts[slot] >= 0}
+        counts = {slot: self._tenants[slot].num_logprobs for slot in _sampling(work)}
+        return {slot: self._at_most(count) for slot, count in counts.items() if count >= 0}
+
+    def _at_most(self, count: int) -> int:
+        """Best tokens that there are."""
+        return min(count, self.decoder.config.vocab_size)
 
     def _read_logprobs(
         self, started: Started, steps: list[list[Drawn]]
@@ -126,14 +177,13 @@ class CudaRunner:
             return {}
         records = self._slots.logprobs
         found: dict[int, list[int]] = {slot: [] for slot in started.num_logprobs}
-        for row, drawn in zip(started.rows, steps, strict=True):
+        for ring_row, drawn in zip(started.ring_rows, steps, strict=True):
             for slot, token_id in drawn:
                 if slot in found and token_id != CORRUPTED:
-                    found[slot].append(row % len(records))
-        vocab_size = self.decoder.config.vocab_size
+                    found[slot].append(ring_row % len(records))
         return {
-            slot: read_logprobs(records[rows, slot], min(started.num_logprobs[slot], vocab_size))
-            for slot, rows in found.items()
+            slot: read_logprobs(records[places, started.rows[slot]], started.num_logprobs[slot])
+            for slot, places in found.items()
         }
 
     def _claim_rows(self, count: int, logprobs: bool) -> None:
@@ -145,55 +195,91 @@ class CudaRunner:
                 f"results were not read; at most {most}"
             )
 
-    def _prefill(self, work: StepWork, logprobs: bool) -> tuple[list[int], int | None]:
-        """One forward of the chunks, and of all slots if some decode; the rows of the ring."""
+    def _prefill(
+        self, work: StepWork, rows: dict[int, int], variant: Variant
+    ) -> tuple[list[int], int | None, PromptLogprobs | None]:
+        """One forward of the chunks, and of the whole table if some slots decode.
+
+        The rows of the ring, as Started has them, and the logprobs of the prompts.
+        """
         decode_rows: list[int] = []
+        sample_row = None
         mixed = bool(work.decode_slots)
-        batch = self._slots.mixed_batch if mixed else self._slots.chunk_batch
-        logits = self.decoder.forward(batch(work.chunks))
-        # Not before: a chunk's forward does not read the table, and it is waited for.
-        for slot, setup in self._taken:
+        batch = (self._slots.mixed_batch if mixed else self._slots.chunk_batch)(work.chunks)
+        logits = self.decoder.forward(batch)
+        # Not before: the forward reads nothing of new tenants and masks, and it is waited for.
+        for slot, setup in self._taken.items():
             self._slots.take(slot, setup)
         self._taken.clear()
+        self._slots.allow({rows[slot]: mask for slot, mask in work.masks.items()})
         if mixed:
-            self._sample(logits[: self._slots.num_slots], None, logprobs)
+            self._sample(logits[: self._slots.num_rows], None, variant)
             decode_rows.append(self._slots.next_ring_row())
-            logits = logits[self._slots.num_slots :]
-        sampled = [chunk for chunk in work.chunks if chunk.sample]
-        if not sampled:
-            return decode_rows, None
-        self._sample(logits[: len(sampled)], self._slots.arrive(sampled), logprobs)
-        return decode_rows, self._slots.next_ring_row()
+            logits = logits[self._slots.num_rows :]
+        lengths = {
+            rows[chunk.slot]: chunk.start + len(chunk.token_ids)
+            for chunk in work.chunks
+            if chunk.sample
+        }
+        if lengths:
+            self._sample(logits[: len(lengths)], self._slots.arrive(lengths), variant)
+            sample_row = self._slots.next_ring_row()
+        return decode_rows, sample_row, self._prompt_logprobs(work, batch)
 
-    def _sample(self, logits: Tensor, slots: Tensor | None, logprobs: bool) -> None:
-        table = self._slots.table
-        self._ops.sample(table, logits, slots, self._workspace)
-        if logprobs:
+    def _prompt_logprobs(self, work: StepWork, batch: ForwardBatch) -> PromptLogprobs | None:
+        """Of the chunks whose slots want them, from what the forward has left."""
+        parts = []
+        for chunk, span in zip(work.chunks, batch.chunks, strict=True):
+            count = self._at_most(self._tenants[chunk.slot].num_prompt_logprobs)
+            if count >= 0:
+                limit = self.decoder.max_head_rows
+                parts += [(part, count) for part in prompt_rows(chunk, span.first_row, limit)]
+        if not parts:
+            return None
+        rows = [row for part, _ in parts for row in part.rows]
+        token_ids = [token_id for part, _ in parts for token_id in part.token_ids]
+        sent = self._slots.send_ints(rows + token_ids).view(2, -1)
+        records = self._slots.empty_records(len(rows))
+        first = 0
+        for part, count in parts:
+            places = slice(first, first + len(part.rows))
+            logits = self.decoder.head_logits(sent[0, places], (part.span,))
+            self._ops.token_logprobs(logits, sent[1, places], count, records[places])
+            first = places.stop
+        return PromptLogprobs(records, parts)
+
+    def _sample(self, logits: Tensor, rows: Tensor | None, variant: Variant) -> None:
+        table, drawn_from = self._slots.table, logits
+        if variant.adjusted:
+            drawn_from = self._adjusted[: logits.shape[0]]
+            self._ops.adjust_logits(table, self._slots.adjust, logits, rows, drawn_from)
+        self._ops.sample(table, drawn_from, rows, self._workspace)
+        if variant.logprobs:
             out = self._slots.logprobs_out
-            self._ops.logprobs(table, logits, slots, self._slots.num_logprobs, out)
+            self._ops.logprobs(table, logits, rows, self._slots.num_logprobs, out)
 
-    def _captured(self) -> dict[bool, Callable[[], None]]:
+    def _captured(self) -> dict[Variant, Callable[[], None]]:
         """The decode steps as one launch each."""
-        # Both before, so that libraries and kernels are loaded and their memory is there.
+        # All before, so that libraries and kernels are loaded and their memory is there.
         for step in self._steps.values():
             step()
             self._slots.next_ring_row()
         self._ops.stream.synchronize()
         # They never run at once, so they share their memory.
         pool = torch.cuda.graph_pool_handle()
-        replays: dict[bool, Callable[[], None]] = {}
-        for wanted, step in self._steps.items():
+        replays: dict[Variant, Callable[[], None]] = {}
+        for variant, step in self._steps.items():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool, stream=self._ops.stream, capture_error_mode="thread_local"
             ):
                 step()
-            replays[wanted] = graph.replay
+            replays[variant] = graph.replay
         return replays
 
-    def _decode_step(self, logprobs: bool) -> None:
-        logits = self.decoder.forward(self._batch)[: self._slots.num_slots]
-        self._sample(logits, None, logprobs)
+    def _decode_step(self, variant: Variant) -> None:
+        logits = self.decoder.forward(self._batch)[: self._slots.num_rows]
+        self._sample(logits, None, variant)
 
 
 def _enter(device: torch.device) -> None:
@@ -205,5 +291,24 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _drawn(tokens: list[int], slots: tuple[int, ...]) -> list[Drawn]:
-    return [(slot, tokens[slot]) for slot in slots if tokens[slot] != _IDLE]
+def _sampling(work: StepWork) -> tuple[int, ...]:
+    """Slots that a token may be drawn for."""
+    return (*work.decode_slots, *work.sampled_slots)
+
+
+def _drawn(tokens: list[int], slots: tuple[int, ...], rows: dict[int, int]) -> list[Drawn]:
+    """From a row of the ring: who took part."""
+    drawn = ((slot, tokens[rows[slot]]) for slot in slots)
+    return [(slot, token_id) for slot, token_id in drawn if token_id != _IDLE]
+
+
+def _read_prompts(prompts: PromptLogprobs | None) -> dict[int, list[TokenLogprobs]]:
+    found: dict[int, list[TokenLogprobs]] = {}
+    if prompts is None:
+        return found
+    records, first = prompts.records.numpy().view(LOGPROBS_RECORD)[:, 0], 0
+    for part, count in prompts.parts:
+        end = first + len(part.rows)
+        found.setdefault(part.slot, []).extend(read_logprobs(records[first:end], count))
+        first = end
+    return found

@@ -175,6 +175,7 @@ def cache_shape(config: ModelConfig, shard: Shard, limits: ServingLimits) -> Cac
     return CacheShape(
         num_layers=config.num_layers,
         num_slots=limits.num_slots,
+        num_rows=limits.max_running,
         max_seq_len=limits.max_seq_len,
         num_q_heads=shard.q_heads.size,
         num_kv_heads=shard.kv_heads.size,

@@ -26,6 +26,8 @@ from worker.runner import LOGPROBS_WORDS
 _ROTATED_BYTES = 256 << 20
 _MAX_SETS = 128
 _DECODE_ROWS = (1, 8)
+# New rows after a prefix that the slot holds already.
+_FEW_ROWS = (16, 64, 256)
 # As the decoder pads, where a library multiplies a decode step's few rows.
 _PADDED_ROWS = 32
 _RING_ROWS = 64
@@ -86,7 +88,7 @@ class Bench:
             yield "rope_append", partial(self._rope, rows)
         for context, slots in product(self.contexts, _DECODE_ROWS):
             yield "decode_attention", partial(self._decode_attention, slots, context)
-        for context, rows in product(self.contexts, self.chunks):
+        for context, rows in product(self.contexts, sorted({*_FEW_ROWS, *self.chunks})):
             if rows <= context:
                 yield "prefill_attention", partial(self._prefill_attention, rows, context)
         for rows, greedy in product(_DECODE_ROWS, (True, False)):
@@ -179,7 +181,7 @@ class Bench:
         return Case(shape, moved, 0, [partial(self.ops.rope_append, *args)])
 
     def _decode_attention(self, slots: int, context: int) -> Case:
-        """Every slot decodes at position `context` - 1."""
+        """All rows, each of its own slot, decode at position `context` - 1."""
         config = self.config
         shape = (config.num_heads, config.head_dim)
         num_bytes = slots * context * 2 * config.num_kv_heads * config.head_dim * self._item
@@ -192,7 +194,8 @@ class Bench:
         states = self._empty(-(-room // 4), dtype=torch.float32)
         out = self._empty(slots, config.num_heads * config.head_dim)
         head = (qkv, *self._norms(), config.rms_norm_eps, cos, sin)
-        tail = (positions, config.head_dim**-0.5, states, counters, out)
+        order = self._ints(range(slots))
+        tail = (positions, order, config.head_dim**-0.5, states, counters, out)
         own = [partial(self.ops.decode_attention, *head, k, v, *tail) for k, v in caches]
         q = self._random(slots, config.num_heads, 1, config.head_dim)
         peers = {"SDPA": [self._sdpa(q, k, v) for k, v in caches]}
@@ -203,20 +206,19 @@ class Bench:
         """The last `rows` of `context` positions."""
         config = self.config
         start = context - rows
-        k_cache, v_cache = self._cache(1, context)
+        read = context * 2 * config.num_kv_heads * config.head_dim * self._item
+        caches = _sets(read, lambda: self._cache(1, context))
         qkv = self._random(rows, self._products()["qkv"][0])
         out = self._empty(rows, config.num_heads * config.head_dim)
-        args = (qkv, k_cache, v_cache, 0, start, config.head_dim**-0.5, out)
+        tail = (0, start, config.head_dim**-0.5, out)
         q = self._random(1, config.num_heads, rows, config.head_dim)
         seen = rows * start + rows * (rows + 1) // 2
-        flops = 4 * config.num_heads * config.head_dim * seen
-        read = context * 2 * config.num_kv_heads * config.head_dim * self._item
         return Case(
             f"{rows} at {start}",
             read + out.nbytes * 2,
-            flops,
-            [partial(self.ops.prefill_attention, *args)],
-            {"SDPA": [self._sdpa(q, k_cache, v_cache, causal=True)]},
+            4 * config.num_heads * config.head_dim * seen,
+            [partial(self.ops.prefill_attention, qkv, k, v, *tail) for k, v in caches],
+            {"SDPA": [self._sdpa(q, k, v, causal=True) for k, v in caches]},
         )
 
     def _sample(self, rows: int, greedy: bool) -> Case:
@@ -262,7 +264,7 @@ class Bench:
 
     def _slot_arrays(self, slots: int, greedy: bool) -> dict[str, Tensor]:
         """A slot table in which every slot is active, without an end."""
-        ints = {"last_token": 1, "length": 1, "active": 1, "scheduled": 1, "row_token": 1}
+        ints = {"last_token": 1, "length": 1, "active": 1, "scheduled": 2, "row_token": 1}
         ints |= {"row_position": 1, "max_len": (1 << 31) - 1, "top_k": 0 if greedy else 20}
         floats = {"temperature": 0.0 if greedy else 0.7, "top_p": 1.0 if greedy else 0.95}
         floats |= {"min_p": 0.0}

@@ -219,26 +219,31 @@ void check_chunk(const char* op, int64_t slot, int64_t start, const cuda::Attent
 void decode_attention(CudaOps& ops, const Array& qkv, const Optional& q_norm,
                       const Optional& k_norm, float eps, const Array& cos, const Array& sin,
                       const Array& k_cache, const Array& v_cache, const Array& positions_array,
-                      float scale, const Array& states_array, const Array& counters_array,
-                      const Array& out) {
+                      const Array& slots_array, float scale, const Array& states_array,
+                      const Array& counters_array, const Array& out) {
   const char* op = "decode_attention";
   cuda::DecodeAttentionParams params{};
   params.input = attention_input(op, qkv, k_cache, v_cache);
   set_rope(op, q_norm, k_norm, eps, cos, sin, params.input);
   set_out(op, scale, out, params.input);
   const CacheParams& cache = params.input.cache;
-  const DeviceInts positions(op, "positions", positions_array);
+  const DeviceInts positions(op, "positions", positions_array), slots(op, "slots", slots_array);
   const DeviceOutInts counters(op, "counters", counters_array);
   const DeviceTensor<float, 1> states(op, "states", states_array);
-  check_shape(op, "positions", positions, {cache.num_slots});
-  if (params.input.num_rows != cache.num_slots) fail(op, "one row per slot", "another number");
-  check_shape(op, "counters", counters, {cache.num_slots * cache.num_kv_heads});
-  const int64_t bytes = cuda::decode_attention_workspace(cache.num_slots, cache.num_positions,
+  const int64_t rows = params.input.num_rows;
+  check_shape(op, "positions", positions, {rows});
+  check_shape(op, "slots", slots, {rows});
+  if (rows > cache.num_slots) {
+    fail(op, "at most one row per slot", std::to_string(rows) + " rows");
+  }
+  check_shape(op, "counters", counters, {rows * cache.num_kv_heads});
+  const int64_t bytes = cuda::decode_attention_workspace(rows, cache.num_positions,
                                                          params.input.num_q_heads, cache.head_dim);
   if (states.shape(0) * 4 < bytes) {
     fail(op, "states of at least " + std::to_string(bytes / 4) + " floats", shape_text(states));
   }
   params.positions = positions.data();
+  params.slots = slots.data();
   params.states = states.data();
   params.counters = counters.data();
   ops.enter();
@@ -288,13 +293,13 @@ void bind_cuda(nb::module_& module) {
   ops.def("linear_fills", &linear_fills, "num_rows"_a, "weight"_a);
   ops.def("linear", &linear, "x"_a, "weight"_a, "out"_a, "gated"_a = false);
   ops.def("decode_attention", &decode_attention, "qkv"_a, "q_norm"_a.none(), "k_norm"_a.none(),
-          "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "positions"_a, "scale"_a, "states"_a,
-          "counters"_a, "out"_a);
+          "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "positions"_a, "slots"_a, "scale"_a,
+          "states"_a, "counters"_a, "out"_a);
   ops.def("rope_append", &rope_append, "qkv"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a,
           "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "slot"_a, "start"_a);
   ops.def("prefill_attention", &prefill_attention, "qkv"_a, "k_cache"_a, "v_cache"_a, "slot"_a,
           "start"_a, "scale"_a, "out"_a);
-  ops.def_static("decode_attention_workspace", &cuda::decode_attention_workspace, "num_slots"_a,
+  ops.def_static("decode_attention_workspace", &cuda::decode_attention_workspace, "num_rows"_a,
                  "num_positions"_a, "num_q_heads"_a, "head_dim"_a);
   bind_cuda_slots(module, ops);
 }

@@ -12,15 +12,29 @@ using namespace nb::literals;
 
 namespace {
 
-using SlotInts = DeviceTensor<int32_t, 1>;
-using SlotFloats = DeviceTensor<float, 1>;
+using RowInts = DeviceTensor<int32_t, 1>;
+using RowFloats = DeviceTensor<float, 1>;
 
 template <typename View>
-auto* field(const char* name, const Array& array, int64_t num_slots) {
-  const View view("SlotTable", name, array);
-  check_shape("SlotTable", name, view, {num_slots});
+auto* field(const char* op, const char* name, const Array& array, int64_t num_rows) {
+  const View view(op, name, array);
+  check_shape(op, name, view, {num_rows});
   return view.data();
 }
+
+// [R, columns], rows one after another.
+template <typename View>
+auto* matrix(const char* op, const char* name, const Array& array, int64_t num_rows,
+             int64_t columns) {
+  const View view(op, name, array);
+  check_shape(op, name, view, {num_rows, columns});
+  check_contiguous(op, name, view);
+  return view.data();
+}
+
+constexpr int64_t kLogprobsWords = sizeof(TokenLogprobs) / sizeof(int32_t);
+
+int64_t words_of(int64_t vocab) { return (vocab + 31) / 32; }
 
 // The arrays stay the caller's, who keeps them as long as the table.
 void make_table(cuda::SlotTable* self, int32_t vocab, const Array& last_token, const Array& length,
@@ -29,18 +43,16 @@ void make_table(cuda::SlotTable* self, int32_t vocab, const Array& last_token, c
                 const Array& temperature, const Array& top_k, const Array& top_p,
                 const Array& min_p, const Array& seed, const Array& counter, uintptr_t ring,
                 uintptr_t stamps, int32_t ring_rows) {
-  const int64_t slots = SlotInts("SlotTable", "last_token", last_token).shape(0);
-  const DeviceTensor<int32_t, 2> ends("SlotTable", "end_ids", end_ids);
-  check_shape("SlotTable", "end_ids", ends, {slots, (vocab + 31) / 32});
-  check_contiguous("SlotTable", "end_ids", ends);
+  const char* op = "SlotTable";
+  const int64_t rows = RowInts(op, "last_token", last_token).shape(0);
   const auto ints = [&](const char* name, const Array& array) {
-    return field<SlotInts>(name, array, slots);
+    return field<RowInts>(op, name, array, rows);
   };
   const auto floats = [&](const char* name, const Array& array) {
-    return field<SlotFloats>(name, array, slots);
+    return field<RowFloats>(op, name, array, rows);
   };
   cuda::SlotTable table{};
-  table.num_slots = static_cast<int32_t>(slots);
+  table.num_rows = static_cast<int32_t>(rows);
   table.vocab = vocab;
   table.last_token = ints("last_token", last_token);
   table.length = ints("length", length);
@@ -49,17 +61,41 @@ void make_table(cuda::SlotTable* self, int32_t vocab, const Array& last_token, c
   table.row_token = ints("row_token", row_token);
   table.row_position = ints("row_position", row_position);
   table.max_len = ints("max_len", max_len);
-  table.end_ids = reinterpret_cast<uint32_t*>(ends.data());
+  table.end_ids = reinterpret_cast<uint32_t*>(
+      matrix<DeviceTensor<int32_t, 2>>(op, "end_ids", end_ids, rows, words_of(vocab)));
   table.temperature = floats("temperature", temperature);
   table.top_k = ints("top_k", top_k);
   table.top_p = floats("top_p", top_p);
   table.min_p = floats("min_p", min_p);
-  table.seed = field<DeviceTensor<int64_t, 1>>("seed", seed, slots);
-  table.counter = reinterpret_cast<uint32_t*>(field<SlotInts>("counter", counter, 1));
+  table.seed = field<DeviceTensor<int64_t, 1>>(op, "seed", seed, rows);
+  table.counter = reinterpret_cast<uint32_t*>(field<RowInts>(op, "counter", counter, 1));
   table.ring = reinterpret_cast<int32_t*>(ring);
   table.stamps = reinterpret_cast<uint64_t*>(stamps);
   table.ring_rows = ring_rows;
   new (self) cuda::SlotTable(table);
+}
+
+// The arrays stay the caller's here too.
+void make_adjust_table(cuda::AdjustTable* self, const Array& flags, const Array& min_len,
+                       const Array& frequency_penalty, const Array& presence_penalty,
+                       const Array& repetition_penalty, const Array& counts, const Array& bias,
+                       const Array& mask) {
+  const char* op = "AdjustTable";
+  const DeviceTensor<int32_t, 2> shape(op, "counts", counts);
+  const int64_t rows = shape.shape(0), vocab = shape.shape(1);
+  cuda::AdjustTable table{};
+  table.num_rows = static_cast<int32_t>(rows);
+  table.vocab = static_cast<int32_t>(vocab);
+  table.flags = field<RowInts>(op, "flags", flags, rows);
+  table.min_len = field<RowInts>(op, "min_len", min_len, rows);
+  table.frequency_penalty = field<RowFloats>(op, "frequency_penalty", frequency_penalty, rows);
+  table.presence_penalty = field<RowFloats>(op, "presence_penalty", presence_penalty, rows);
+  table.repetition_penalty = field<RowFloats>(op, "repetition_penalty", repetition_penalty, rows);
+  table.counts = matrix<DeviceTensor<int32_t, 2>>(op, "counts", counts, rows, vocab);
+  table.bias = matrix<DeviceTensor<float, 2>>(op, "bias", bias, rows, vocab);
+  table.mask = reinterpret_cast<uint32_t*>(
+      matrix<DeviceTensor<int32_t, 2>>(op, "mask", mask, rows, words_of(vocab)));
+  new (self) cuda::AdjustTable(table);
 }
 
 void begin_command(CudaOps& ops, const cuda::SlotTable& table) {
@@ -74,66 +110,110 @@ void embed_slots(CudaOps& ops, const cuda::SlotTable& table, const Array& weight
   const DeviceTensor<float, 2> out(op, "out", out_array);
   check_contiguous(op, "weight", weight);
   check_contiguous(op, "out", out);
-  check_shape(op, "out", out, {table.num_slots, weight.shape(1)});
+  check_shape(op, "out", out, {table.num_rows, weight.shape(1)});
   ops.enter();
   cuda::embed_slots(table,
-                    {table.row_token, table.num_slots, weight.data(), weight.dtype(),
+                    {table.row_token, table.num_rows, weight.data(), weight.dtype(),
                      weight.shape(0), first_id, weight.shape(1), out.data()},
                     ops.stream);
 }
 
-// The slots of rows that end prompts; null where rows are all slots in order.
-const int32_t* slots_of_rows(const char* op, const std::optional<Array>& array, int64_t rows,
-                             const cuda::SlotTable& table) {
+// The table's rows whose prompts end; null where they are all of them in order.
+const int32_t* rows_of_prompts(const char* op, const std::optional<Array>& array, int64_t count,
+                               const cuda::SlotTable& table) {
   if (array) {
-    const DeviceTensor<const int32_t, 1> slots(op, "slots", *array);
-    check_shape(op, "slots", slots, {rows});
-    return slots.data();
+    const DeviceTensor<const int32_t, 1> rows(op, "rows", *array);
+    check_shape(op, "rows", rows, {count});
+    return rows.data();
   }
-  if (rows != table.num_slots) fail(op, "one row per slot", std::to_string(rows) + " rows");
+  if (count != table.num_rows) fail(op, "all rows of the table", std::to_string(count) + " rows");
   return nullptr;
 }
 
+void adjust_logits(CudaOps& ops, const cuda::SlotTable& table, const cuda::AdjustTable& adjust,
+                   const Array& logits_array, const std::optional<Array>& rows_array,
+                   const Array& out_array) {
+  const char* op = "adjust_logits";
+  const DeviceTensor<const float, 2> logits(op, "logits", logits_array);
+  const DeviceTensor<float, 2> out(op, "out", out_array);
+  const int64_t count = logits.shape(0);
+  check_shape(op, "logits", logits, {count, table.vocab});
+  check_shape(op, "out", out, {count, table.vocab});
+  if (adjust.num_rows != table.num_rows || adjust.vocab != table.vocab) {
+    fail(op, "two tables of as many rows and tokens", "others");
+  }
+  const cuda::AdjustParams params{logits.data(), logits.stride(0),
+                                  count,         rows_of_prompts(op, rows_array, count, table),
+                                  out.data(),    out.stride(0)};
+  ops.enter();
+  cuda::adjust_logits(table, adjust, params, ops.stream);
+}
+
 void sample(CudaOps& ops, const cuda::SlotTable& table, const Array& logits_array,
-            const std::optional<Array>& slots_array, const Array& workspace_array) {
+            const std::optional<Array>& rows_array, const Array& workspace_array) {
   const char* op = "sample";
   const DeviceTensor<const float, 2> logits(op, "logits", logits_array);
   const DeviceTensor<uint8_t, 1> workspace(op, "workspace", workspace_array);
-  const int64_t rows = logits.shape(0);
-  check_shape(op, "logits", logits, {rows, table.vocab});
-  const int64_t bytes = cuda::sample_workspace(rows, table.vocab);
+  const int64_t count = logits.shape(0);
+  check_shape(op, "logits", logits, {count, table.vocab});
+  const int64_t bytes = cuda::sample_workspace(count, table.vocab);
   if (workspace.shape(0) < bytes) {
     fail(op, "workspace of at least " + std::to_string(bytes) + " bytes", shape_text(workspace));
   }
-  const int32_t* slots = slots_of_rows(op, slots_array, rows, table);
+  const int32_t* rows = rows_of_prompts(op, rows_array, count, table);
   ops.enter();
-  cuda::sample(table, {logits.data(), logits.stride(0), rows, slots, workspace.data()}, ops.stream);
+  cuda::sample(table, {logits.data(), logits.stride(0), count, rows, workspace.data()}, ops.stream);
 }
 
 void logprobs(CudaOps& ops, const cuda::SlotTable& table, const Array& logits_array,
-              const std::optional<Array>& slots_array, const Array& counts_array,
+              const std::optional<Array>& rows_array, const Array& counts_array,
               const Array& out_array) {
   const char* op = "logprobs";
   const DeviceTensor<const float, 2> logits(op, "logits", logits_array);
-  const int64_t rows = logits.shape(0);
-  check_shape(op, "logits", logits, {rows, table.vocab});
-  const SlotInts counts(op, "counts", counts_array);
-  check_shape(op, "counts", counts, {table.num_slots});
+  const int64_t count = logits.shape(0);
+  check_shape(op, "logits", logits, {count, table.vocab});
+  const RowInts counts(op, "counts", counts_array);
+  check_shape(op, "counts", counts, {table.num_rows});
   // Pinned: the device writes it.
   const Tensor<int32_t, 3> out(op, "out", out_array);
-  check_shape(op, "out", out,
-              {out.shape(0), table.num_slots, sizeof(TokenLogprobs) / sizeof(int32_t)});
+  check_shape(op, "out", out, {out.shape(0), table.num_rows, kLogprobsWords});
   check_contiguous(op, "out", out);
   if (out.shape(0) < 1) fail(op, "out of at least one row", shape_text(out));
   const cuda::LogprobsParams params{logits.data(),
                                     logits.stride(0),
-                                    rows,
-                                    slots_of_rows(op, slots_array, rows, table),
+                                    count,
+                                    rows_of_prompts(op, rows_array, count, table),
                                     counts.data(),
                                     reinterpret_cast<TokenLogprobs*>(out.data()),
                                     static_cast<int32_t>(out.shape(0))};
   ops.enter();
   cuda::logprobs(table, params, ops.stream);
+}
+
+void token_logprobs(CudaOps& ops, const Array& logits_array, const Array& ids_array, int32_t best,
+                    const Array& out_array) {
+  const char* op = "token_logprobs";
+  const DeviceTensor<const float, 2> logits(op, "logits", logits_array);
+  const DeviceTensor<const int32_t, 1> token_ids(op, "token_ids", ids_array);
+  const int64_t count = logits.shape(0);
+  check_shape(op, "token_ids", token_ids, {count});
+  if (logits.shape(1) < 1) fail(op, "logits of at least one token", shape_text(logits));
+  if (best < 0 || best > kMaxLogprobs) {
+    fail(op, "count in [0, " + std::to_string(kMaxLogprobs) + "]", std::to_string(best));
+  }
+  // Pinned: the device writes it.
+  const Tensor<int32_t, 2> out(op, "out", out_array);
+  check_shape(op, "out", out, {count, kLogprobsWords});
+  check_contiguous(op, "out", out);
+  const cuda::TokenLogprobsParams params{logits.data(),
+                                         logits.stride(0),
+                                         count,
+                                         static_cast<int32_t>(logits.shape(1)),
+                                         token_ids.data(),
+                                         best,
+                                         reinterpret_cast<TokenLogprobs*>(out.data())};
+  ops.enter();
+  cuda::token_logprobs(params, ops.stream);
 }
 
 }  // namespace
@@ -144,10 +224,17 @@ void bind_cuda_slots(nb::module_& module, nb::class_<CudaOps>& ops) {
            "active"_a, "scheduled"_a, "row_token"_a, "row_position"_a, "max_len"_a, "end_ids"_a,
            "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a, "counter"_a, "ring"_a,
            "stamps"_a, "ring_rows"_a);
+  nb::class_<cuda::AdjustTable>(module, "AdjustTable")
+      .def("__init__", &make_adjust_table, nb::kw_only(), "flags"_a, "min_len"_a,
+           "frequency_penalty"_a, "presence_penalty"_a, "repetition_penalty"_a, "counts"_a,
+           "bias"_a, "mask"_a);
   ops.def("begin_command", &begin_command, "table"_a);
   ops.def("embed_slots", &embed_slots, "table"_a, "weight"_a, "first_id"_a, "out"_a);
-  ops.def("sample", &sample, "table"_a, "logits"_a, "slots"_a.none(), "workspace"_a);
-  ops.def("logprobs", &logprobs, "table"_a, "logits"_a, "slots"_a.none(), "counts"_a, "out"_a);
+  ops.def("adjust_logits", &adjust_logits, "table"_a, "adjust"_a, "logits"_a, "rows"_a.none(),
+          "out"_a);
+  ops.def("sample", &sample, "table"_a, "logits"_a, "rows"_a.none(), "workspace"_a);
+  ops.def("logprobs", &logprobs, "table"_a, "logits"_a, "rows"_a.none(), "counts"_a, "out"_a);
+  ops.def("token_logprobs", &token_logprobs, "logits"_a, "token_ids"_a, "count"_a, "out"_a);
   ops.def_static("sample_workspace", &cuda::sample_workspace, "num_rows"_a, "vocab"_a);
 }
 

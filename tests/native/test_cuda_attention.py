@@ -32,13 +32,14 @@ class Case:
     """Slots whose earlier positions hold keys and values. All else of the caches, and the rows of
     idle slots, is NaN."""
 
-    positions: list[int]  # [S], -1 idle
-    qkv: Tensor  # [S, (H_q + 2 H_kv) D]
+    positions: list[int]  # [T], -1 idle
+    qkv: Tensor  # [T, (H_q + 2 H_kv) D]
     keys: Tensor  # [S, P, H_kv, D]
     values: Tensor
     norms: tuple[Tensor, Tensor] | tuple[None, None]  # [D]
     cos: Tensor  # [P, D / 2]
     sin: Tensor
+    slots: list[int]  # [T], of the rows
 
     @property
     def head_dim(self) -> int:
@@ -66,7 +67,7 @@ class Case:
         return replace(self, keys=keys, values=values)
 
     def decode(self, ops: Any) -> Tensor:
-        """out [S, H_q D]. Appends to the caches."""
+        """out [T, H_q D]. Appends to the caches."""
         workspace = self.workspace(ops)
         out = torch.full_like(self.qkv[:, : self.q_heads * self.head_dim], torch.nan)
         self.launch(ops, workspace, out)
@@ -75,17 +76,18 @@ class Case:
 
     def workspace(self, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
         """positions, states and counters."""
-        slots, capacity = self.keys.shape[:2]
-        size = ops.decode_attention_workspace(slots, capacity, self.q_heads, self.head_dim) // 4
+        rows, capacity = len(self.positions), self.keys.shape[1]
+        size = ops.decode_attention_workspace(rows, capacity, self.q_heads, self.head_dim) // 4
         states = torch.full((size,), torch.nan, device="cuda")
-        counters = torch.zeros(slots * self.kv_heads, dtype=torch.int32, device="cuda")
+        counters = torch.zeros(rows * self.kv_heads, dtype=torch.int32, device="cuda")
         return torch.tensor(self.positions, dtype=torch.int32, device="cuda"), states, counters
 
     def launch(self, ops: Any, workspace: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         positions, states, counters = workspace
         caches = (self.keys, self.values)
+        slots = torch.tensor(self.slots, dtype=torch.int32, device="cuda")
         ops.decode_attention(
-            self.qkv, *self.rope, *caches, positions, self.scale, states, counters, out
+            self.qkv, *self.rope, *caches, positions, slots, self.scale, states, counters, out
         )
 
     def prefill(self, ops: Any, slot: int) -> Tensor:
@@ -123,9 +125,8 @@ def make_case(
     norms = torch.rand(2, head_dim, device="cuda") * 2 + 0.5
     cos, sin = (x.cuda() for x in reference.rope_tables(capacity, head_dim))
     positions = [length - 1 for length in lengths]
-    return Case(
-        positions, qkv, keys, values, (norms[0], norms[1]) if norm else (None, None), cos, sin
-    )
+    pair = (norms[0], norms[1]) if norm else (None, None)
+    return Case(positions, qkv, keys, values, pair, cos, sin, list(range(len(lengths))))
 
 
 def rotated(case: Case, heads: Tensor, norm: Tensor | None, positions: Tensor) -> Tensor:
@@ -240,6 +241,34 @@ def test_neighbours_and_slots_do_not_matter(
         values=case.values.roll(-3, 0),
     )
     assert same_bits(turned.decode(cuda_ops), together.roll(-3, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_rows_of_any_slots(
+    cuda_ops: Any, head_dim: int, kv_heads: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Rows in another order and fewer than slots: each row's bits, and K and V in its own slot."""
+    lengths = [300, 1, 128, 129, 1500, 0, 640, 2049, 0, 257, 5, 33] + 30 * [7]
+    case = make_case(head_dim, kv_heads, 3, lengths, dtype)
+    whole = case.copy()
+    wanted = whole.decode(cuda_ops)
+    for count in (1, 4, 12, 40):
+        slots = torch.randperm(len(lengths), generator=generator)[:count].tolist()
+        some = replace(
+            case.copy(),
+            slots=slots,
+            positions=[case.positions[slot] for slot in slots],
+            qkv=case.qkv[slots].contiguous(),
+        )
+        assert same_bits(some.decode(cuda_ops), wanted[slots])
+        for cache, before, after in (
+            (some.keys, case.keys, whole.keys),
+            (some.values, case.values, whole.values),
+        ):
+            for slot in range(len(lengths)):
+                assert same_bits(cache[slot], (after if slot in slots else before)[slot])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

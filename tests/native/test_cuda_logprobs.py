@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_slots import DeviceSlots
+from device_slots import ALWAYS, DeviceSlots
 from logprob_records import COUNTS, UNTOUCHED, assert_record, empty_records, hard_logits, records_in
 from torch import Tensor
 
@@ -40,7 +40,7 @@ class Step:
             temperature=[temperature] * num_slots,
             seed=seeds,
             active=[1] * num_slots,
-            scheduled=[int(slot not in idle) for slot in range(num_slots)],
+            scheduled=[ALWAYS * (slot not in idle) for slot in range(num_slots)],
         )
         ops.begin_command(self.table.table)
         self.out = empty_records(3, num_slots).pin_memory()
@@ -174,6 +174,37 @@ def test_steps_go_round_in_fewer_rows_than_the_ring(
         assert_record(record, logits[0, slot], tokens[slot], [3, 20][slot])
 
 
+@pytest.mark.parametrize("vocab", [1, 19, 20, 1000, 4097, REAL_VOCAB])
+@pytest.mark.parametrize("count", [0, 3, 20])
+def test_given_tokens(cuda_ops: Any, vocab: int, count: int, generator: torch.Generator) -> None:
+    """Of rows that nothing was drawn from; the bits do not depend on the company."""
+    logits = hard_logits(18, vocab, generator)
+    tokens = torch.randint(0, vocab, (18,), generator=generator, dtype=torch.int32)
+    out = empty_records(1, 18).pin_memory()[0]
+    cuda_ops.token_logprobs(logits.cuda(), tokens.cuda(), count, out)
+    torch.cuda.synchronize()
+    for row, record in enumerate(records_in(out)):
+        assert_record(record, logits[row], int(tokens[row]), count)
+    one = empty_records(1, 1).pin_memory()[0]
+    for row in (0, 7, 17):
+        padded = torch.full((1, vocab + 9), torch.nan, device="cuda")
+        padded[:, 5 : vocab + 5] = logits[row].cuda()
+        cuda_ops.token_logprobs(padded[:, 5 : vocab + 5], tokens[[row]].cuda(), count, one)
+        torch.cuda.synchronize()
+        assert torch.equal(one[0], out[row])
+
+
+def test_refusals_of_given_tokens(cuda_ops: Any) -> None:
+    logits, out = torch.zeros(2, 50, device="cuda"), empty_records(1, 2)[0]
+    tokens = torch.zeros(2, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match=r"count in \[0, 20\], got 21"):
+        cuda_ops.token_logprobs(logits, tokens, 21, out)
+    with pytest.raises(ValueError, match=r"token_ids of shape \[2\], got \[1\]"):
+        cuda_ops.token_logprobs(logits, tokens[:1], 1, out)
+    with pytest.raises(ValueError, match=r"out of shape \[2, 42\]"):
+        cuda_ops.token_logprobs(logits, tokens, 1, out[:1])
+
+
 def test_refusals(cuda_ops: Any) -> None:
     step = Step(cuda_ops, torch.zeros(2, 50, device="cuda"), [1, 1])
     table, counts, out = step.table.table, step.counts, step.out
@@ -184,7 +215,7 @@ def test_refusals(cuda_ops: Any) -> None:
         cuda_ops.logprobs(table, logits, None, counts, out[..., :41])
     with pytest.raises(ValueError, match="out contiguous"):
         cuda_ops.logprobs(table, logits, None, counts, empty_records(3, 4)[:, :2])
-    with pytest.raises(ValueError, match="one row per slot, got 1 rows"):
+    with pytest.raises(ValueError, match="all rows of the table, got 1 rows"):
         cuda_ops.logprobs(table, logits[:1], None, counts, out)
     with pytest.raises(TypeError, match="out"):
         cuda_ops.logprobs(table, logits, None, counts, out.cuda())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_slots import DeviceSlots
+from device_slots import ALWAYS, DeviceSlots
 from tolerances import tolerance
 from torch import Tensor
 
@@ -58,7 +58,7 @@ class Rows:
         """Row b is slot b, and draws the token after its growth by one."""
         slots = DeviceSlots(len(self), logits.shape[1])
         self.put(slots)
-        slots.put(active=[1] * len(self), scheduled=[1] * len(self))
+        slots.put(active=[1] * len(self), scheduled=[ALWAYS] * len(self))
         slots.arrays["length"].copy_(self.position - 1)
         ops.begin_command(slots.table)
         return slots.sample(ops, logits.cuda() if logits.device.type == "cpu" else logits)
@@ -199,7 +199,7 @@ def test_idle_rows_are_not_read(cuda_ops: Any, generator: torch.Generator) -> No
     wanted = rows.decode(cuda_ops, logits)
     slots = DeviceSlots(16, 5000)
     rows.put(slots)
-    slots.put(active=[1] * 16, scheduled=[int(row % 3 == 1) for row in range(16)])
+    slots.put(active=[1] * 16, scheduled=[ALWAYS * (row % 3 == 1) for row in range(16)])
     slots.arrays["length"].copy_(rows.position - 1)
     cuda_ops.begin_command(slots.table)
     logits[torch.arange(16) % 3 != 1] = torch.nan

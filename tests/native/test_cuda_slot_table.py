@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_slots import DeviceSlots
+from device_slots import ALWAYS, ONCE, DeviceSlots
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ class Slot:
     length: int
     last_token: int
     active: bool
-    scheduled: bool
+    scheduled: int
     max_len: int
     end_ids: set[int]
 
@@ -35,6 +35,8 @@ class Slot:
 
     def accept(self, token: int) -> None:
         """The token drawn after `length` tokens; it needs a place of its own to be decoded."""
+        if self.scheduled == ONCE:
+            self.scheduled = 0
         if token == CORRUPTED:
             self.active = False
         else:
@@ -60,7 +62,7 @@ def random_model(num_slots: int, generator: torch.Generator) -> Model:
             length=a % 50,
             last_token=IDS[b % len(IDS)],
             active=c % 4 > 0,
-            scheduled=(a + e) % 5 > 0,
+            scheduled=(a + e) % 3,
             max_len=a % 50 + e % 7,
             end_ids={IDS[(d + i) % len(IDS)] for i in range(d % 3)},
         )
@@ -79,7 +81,7 @@ def put(model: Model, slots: DeviceSlots) -> None:
 def assert_equal(slots: DeviceSlots, model: Model) -> None:
     rows = list(zip(slots.get("row_token"), slots.get("row_position"), strict=True))
     assert rows == [slot.row for slot in model]
-    for name in ("last_token", "length", "active"):
+    for name in ("last_token", "length", "active", "scheduled"):
         assert slots.get(name) == [int(getattr(slot, name)) for slot in model]
 
 
@@ -132,7 +134,7 @@ def test_prompts_end(cuda_ops: Any, generator: torch.Generator) -> None:
 @pytest.mark.parametrize("end_id", IDS)
 def test_only_an_end_id_ends(cuda_ops: Any, end_id: int) -> None:
     slots = DeviceSlots(VOCAB, VOCAB)
-    slots.put(active=[1] * VOCAB, scheduled=[1] * VOCAB)
+    slots.put(active=[1] * VOCAB, scheduled=[ALWAYS] * VOCAB)
     for slot in range(VOCAB):
         slots.set_end_ids(slot, {end_id})
     cuda_ops.begin_command(slots.table)
@@ -140,9 +142,28 @@ def test_only_an_end_id_ends(cuda_ops: Any, end_id: int) -> None:
     assert slots.get("active") == [int(token != end_id) for token in range(VOCAB)]
 
 
+def test_a_row_decodes_once_beside_others(cuda_ops: Any) -> None:
+    """It stays active, and goes on where a command lists it again."""
+    slots = DeviceSlots(3, VOCAB)
+    slots.put(active=[1] * 3, length=[4, 5, 6], scheduled=[ALWAYS, ONCE, 0])
+    cuda_ops.begin_command(slots.table)
+    drawn = [slots.sample(cuda_ops, logits_for([5, 6, 7])) for _ in range(3)]
+    assert drawn == [[5, 6, NO_PART], [5, NO_PART, NO_PART], [5, NO_PART, NO_PART]]
+    assert slots.get("active") == [1, 1, 1]
+    assert slots.get("length") == [7, 6, 6]
+    slots.put(scheduled=[0, ONCE, 0])
+    cuda_ops.begin_command(slots.table)
+    assert slots.get("row_token") == [-1, 6, -1]
+    assert slots.get("row_position") == [-1, 6, -1]
+    # The end of a prompt elsewhere takes nothing from it.
+    assert slots.sample(cuda_ops, logits_for([9]), [2]) == [NO_PART, NO_PART, 9]
+    assert slots.sample(cuda_ops, logits_for([1, 2, 3])) == [NO_PART, 2, NO_PART]
+
+
 def test_a_slot_stops_one_short_of_its_length(cuda_ops: Any) -> None:
     slots = DeviceSlots(6, VOCAB)
-    slots.put(length=[10] * 6, max_len=[10, 11, 12, 13, 14, 1], active=[1] * 6, scheduled=[1] * 6)
+    slots.put(length=[10] * 6, max_len=[10, 11, 12, 13, 14, 1], active=[1] * 6)
+    slots.put(scheduled=[ALWAYS] * 6)
     cuda_ops.begin_command(slots.table)
     assert slots.sample(cuda_ops, logits_for([5] * 6)) == [5] * 6
     assert slots.get("length") == [11] * 6
@@ -155,7 +176,7 @@ def test_a_slot_stops_one_short_of_its_length(cuda_ops: Any) -> None:
 
 def test_the_counter_wraps_as_32_bits(cuda_ops: Any) -> None:
     slots = DeviceSlots(2, VOCAB, ring_rows=3)
-    slots.put(active=[1, 1], scheduled=[1, 0], counter=[-1])
+    slots.put(active=[1, 1], scheduled=[ALWAYS, 0], counter=[-1])
     cuda_ops.begin_command(slots.table)
     logits = logits_for([5, 6])
     cuda_ops.sample(slots.table, logits, None, slots.workspace(cuda_ops, 2))
@@ -166,7 +187,7 @@ def test_the_counter_wraps_as_32_bits(cuda_ops: Any) -> None:
 
 def test_a_step_is_stamped(cuda_ops: Any) -> None:
     slots = DeviceSlots(3, VOCAB, ring_rows=2)
-    slots.put(active=[1, 1, 0], scheduled=[1, 1, 1], last_token=[5, 6, 7])
+    slots.put(active=[1, 1, 0], scheduled=[ALWAYS] * 3, last_token=[5, 6, 7])
     weight = torch.randn(VOCAB, 48, device="cuda", dtype=torch.bfloat16)
     cuda_ops.begin_command(slots.table)
     before = 0

@@ -434,13 +434,13 @@ def stale_length(slots: Any, patch: pytest.MonkeyPatch) -> None:
 def patch_arrival(slots: Any, patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     arrive = slots.arrive
 
-    def arriving(chunks: list[PrefillChunk]) -> torch.Tensor:
+    def arriving(lengths: dict[int, int]) -> torch.Tensor:
         length = slots._ints["length"]
         before = length.clone()
-        arrived: torch.Tensor = arrive(chunks)
+        arrived: torch.Tensor = arrive(lengths)
         changed = change(length.clone(), before)
-        for chunk in chunks:
-            length[chunk.slot] = changed[chunk.slot]
+        for row in lengths:
+            length[row] = changed[row]
         return arrived
 
     patch.setattr(slots, "arrive", arriving)
@@ -454,7 +454,7 @@ def stale_schedule(slots: Any, patch: pytest.MonkeyPatch) -> None:
 def tokens_of_a_neighbour(slots: Any, patch: pytest.MonkeyPatch) -> None:
     schedule = slots.schedule
 
-    def scheduled(wanted: tuple[int, ...]) -> None:
+    def scheduled(wanted: dict[int, bool]) -> None:
         schedule(wanted)
         slots._ints["row_token"].copy_(slots._ints["row_token"].flip(0).clamp(min=0))
 

@@ -10,6 +10,7 @@ from worker.attention import CacheShape, SlotCache
 SHAPE = CacheShape(
     num_layers=2,
     num_slots=4,
+    num_rows=3,
     max_seq_len=9,
     num_q_heads=4,
     num_kv_heads=2,

@@ -1,10 +1,10 @@
 // The operators on an NVIDIA GPU: what each is given, and how it is launched. No CUDA header is
 // needed to read this one.
 //
-// Letters as in params.h. All pointers are to device memory unless said. Activations, weights, keys
-// and values are of one type, `dtype`; the residual, norms, rotation tables and logits are float32.
-// An operator only puts its kernels on the stream. A position of -1 marks an idle row: it reads
-// nothing and its outputs are zeros.
+// Letters as in params.h; R rows of the slot table. All pointers are to device memory unless said.
+// Activations, weights, keys and values are of one type, `dtype`; the residual, norms, rotation
+// tables and logits are float32. An operator only puts its kernels on the stream. A position of -1
+// marks an idle row: it reads nothing and its outputs are zeros.
 #pragma once
 
 #include <cstdint>
@@ -121,17 +121,19 @@ struct AttentionInput {
   void* out;          // [T, H_q D], contiguous
 };
 
-// One row per slot, T = S: row t is slot t at positions[t] (-1: idle). Normalises and rotates q and
-// k, appends k and v to the cache, then attends [0, positions[t]]. qkv is not changed. Positions
-// and earlier rows of the cache are read before the kernels ahead on the stream have ended: `embed`
-// must come between what wrote them and this (launch.cuh).
+// Row t is position positions[t] (-1: idle) of the cache's slot slots[t]; no two rows that are not
+// idle have the same slot. Normalises and rotates q and k, appends k and v to the cache, then
+// attends [0, positions[t]]. qkv is not changed. Positions, slots and earlier rows of the cache are
+// read before the kernels ahead on the stream have ended: `embed` must come between what wrote them
+// and this (launch.cuh).
 struct DecodeAttentionParams {
   AttentionInput input;
-  const int32_t* positions;  // [S]
+  const int32_t* positions;  // [T]
+  const int32_t* slots;      // [T]; of an idle row too it must be a slot
   float* states;             // decode_attention_workspace(...) bytes
-  int32_t* counters;         // [S * H_kv], zero before and after
+  int32_t* counters;         // [T * H_kv], zero before and after
 };
-int64_t decode_attention_workspace(int64_t num_slots, int64_t num_positions, int64_t num_q_heads,
+int64_t decode_attention_workspace(int64_t num_rows, int64_t num_positions, int64_t num_q_heads,
                                    int64_t head_dim);
 void decode_attention(const DecodeAttentionParams& params, Stream stream);
 
@@ -145,25 +147,33 @@ struct ChunkParams {
 void rope_append(const ChunkParams& params, Stream stream);
 void prefill_attention(const ChunkParams& params, Stream stream);
 
-// The slot table on the device: what a decode step reads and changes without the host. [S] each.
+// What of a slot decodes: whether its row has part in the steps to come.
+enum Scheduled : int32_t {
+  kNotScheduled,
+  kOnce,  // in the next step alone; `sample` then makes it kNotScheduled
+  kAlways,
+};
+
+// The slots that may decode, on the device: what a step reads and changes without the host. Each
+// has a row of its own, R in all; the cache may have more slots. [R] each.
 struct SlotTable {
-  int32_t num_slots;
+  int32_t num_rows;
   int32_t vocab;
   int32_t* last_token;
   int32_t* length;        // tokens in the cache
   int32_t* active;        // 1 while it may decode
-  int32_t* scheduled;     // 1 where the present command lists it
+  int32_t* scheduled;     // Scheduled, by the present command
   int32_t* row_token;     // last_token of rows that decode in the next step, else -1
   int32_t* row_position;  // length of these, else -1
   int32_t* max_len;
-  uint32_t* end_ids;  // [S, ceil(V / 32)], bit id % 32 of word id / 32
+  uint32_t* end_ids;  // [R, ceil(V / 32)], bit id % 32 of word id / 32
   float* temperature;
   int32_t* top_k;
   float* top_p;
   float* min_p;
   int64_t* seed;
-  // Results: row (counter % ring_rows) of ring [ring_rows, S], in host memory: a token id, -1 for a
-  // corrupted row, -2 for a slot that did not take part. stamps [ring_rows, 2]: the device's clock
+  // Results: row (counter % ring_rows) of ring [ring_rows, R], in host memory: a token id, -1 for a
+  // corrupted row, -2 for one that did not take part. stamps [ring_rows, 2]: the device's clock
   // in ns at the start (embed of the slot table) and at the end of the step.
   int32_t* ring;
   uint64_t* stamps;
@@ -184,28 +194,82 @@ struct SampleParams {
   const float* logits;  // [B, V], logits[b * stride + v]
   int64_t logits_stride;
   int64_t num_rows;
-  // [B] or null. Null: decode, row b is slot b, rows with row_position -1 take no part, and the
-  // lengths of the others grow by one. Else the last rows of prompts; lengths stay as they are.
-  const int32_t* slots;
+  // [B] or null: the table's rows. Null: decode, all of them in order; those with row_position -1
+  // take no part, and the lengths of the others grow by one. Else the last rows of prompts; lengths
+  // stay as they are.
+  const int32_t* rows;
   void* workspace;  // sample_workspace bytes, zero before the first use
 };
 int64_t sample_workspace(int64_t num_rows, int64_t vocab);
 void sample(const SlotTable& table, const SampleParams& params, Stream stream);
 
-// Logprobs of the tokens that the step drew, of slots that want them. Put behind `sample`, before
-// any other step, with the same logits and slots. Stamps the end of the step anew.
+// What is done to the logits that a row of the table is sampled from; nothing but what its flags
+// say is read. Arrays [R, V] have rows one after another.
+enum AdjustFlags : int32_t {
+  kRepetition = 1,  // of tokens seen
+  kFrequency = 2,   // of tokens generated; presence too
+  kBiased = 4,
+  kMinLength = 8,
+  kMasked = 16,
+};
+struct AdjustTable {
+  int32_t num_rows;
+  int32_t vocab;
+  int32_t* flags;            // [R]
+  int32_t* min_len;          // [R]
+  float* frequency_penalty;  // [R], and so on
+  float* presence_penalty;
+  float* repetition_penalty;
+  // [R, V]: how often the token was generated, and kSeenInPrompt.
+  int32_t* counts;
+  float* bias;     // [R, V]; 0 changes nothing
+  uint32_t* mask;  // [R, ceil(V / 32)], bit id % 32 of word id / 32: may be sampled
+};
+constexpr int32_t kSeenInPrompt = 1 << 30;
+
+// out[b] = logits[b] as the table's row wants them: for a token seen in the prompt or generated
+// logit > 0 ? logit / repetition : logit * repetition; for one generated logit - frequency * count
+// - presence; then + bias; -inf for ends of a sequence shorter than min_len, and for masked ones.
+// Every operation is rounded by itself. Put before `sample`, once for a step: counts the token that
+// a row decodes from. Rows without part are not written.
+struct AdjustParams {
+  const float* logits;  // [B, V], logits[b * stride + v]
+  int64_t logits_stride;
+  int64_t num_rows;
+  const int32_t* rows;  // [B] or null, as `sample` is given it
+  float* out;           // [B, V], out[b * stride + v]
+  int64_t out_stride;
+};
+void adjust_logits(const SlotTable& table, const AdjustTable& adjust, const AdjustParams& params,
+                   Stream stream);
+
+// Logprobs of the tokens that the step drew, of rows that want them. Put behind `sample`, before
+// any other step, with the same rows, and with the logits before adjust_logits. Stamps the end of
+// the step anew.
 struct LogprobsParams {
   const float* logits;  // [B, V], logits[b * stride + v]
   int64_t logits_stride;
   int64_t num_rows;
-  const int32_t* slots;   // [B] or null, as `sample` was given it
-  const int32_t* counts;  // [S], best tokens wanted, up to kMaxLogprobs; -1: no logprobs at all
-  // In host memory: out[step % out_rows, slot], where step is the number that the step's row of the
+  const int32_t* rows;    // [B] or null, as `sample` was given it
+  const int32_t* counts;  // [R], best tokens wanted, up to kMaxLogprobs; -1: no logprobs at all
+  // In host memory: out[step % out_rows, row], where step is the number that the step's row of the
   // table's ring has too. Without meaning where no token was drawn.
-  TokenLogprobs* out;  // [out_rows, S]
+  TokenLogprobs* out;  // [out_rows, R]
   int32_t out_rows;
 };
 void logprobs(const SlotTable& table, const LogprobsParams& params, Stream stream);
+
+// Logprobs of a token for each row of logits, whoever gave it.
+struct TokenLogprobsParams {
+  const float* logits;  // [B, V], logits[b * stride + v]
+  int64_t logits_stride;
+  int64_t num_rows;
+  int32_t vocab;
+  const int32_t* token_ids;  // [B], in [0, V)
+  int32_t count;             // best tokens wanted, up to kMaxLogprobs
+  TokenLogprobs* out;        // [B], in host memory
+};
+void token_logprobs(const TokenLogprobsParams& params, Stream stream);
 
 }  // namespace cuda
 }  // namespace slotwise

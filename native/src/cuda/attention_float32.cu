@@ -162,9 +162,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Float32Shared<D> shared;
   start_successor();
   wait_for_predecessor();
-  const int slot = static_cast<int>(blockIdx.x);
-  const int position = params.positions[slot];
-  Float32Row<D> row(params.input, slot, slot, static_cast<int>(blockIdx.y), c, shared);
+  const int index = static_cast<int>(blockIdx.x);
+  const int position = params.positions[index], slot = params.slots[index];
+  Float32Row<D> row(params.input, slot, index, static_cast<int>(blockIdx.y), c, shared);
   if (position < 0) return row.clear();
   row.append(position);
   row.attend(position, true);

@@ -54,7 +54,7 @@ class CopyDecoder : DecodeGroup<T, D> {
     for (int tiles_done = 1;; ++tiles_done) {
       const Item next = left > 1 ? after(item) : item;
       attend(item, new_group, next, left > 1);
-      const bool same_row = left > 1 && next.slot == item.slot && next.kv_head == item.kv_head;
+      const bool same_row = left > 1 && next.row == item.row && next.kv_head == item.kv_head;
       if (!same_row) {
         if (item.position >= kTile && is_last(item, tiles_done)) fold_row(item);
         tiles_done = 0;
@@ -177,7 +177,8 @@ void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) 
   const int64_t blocks = int64_t{device_info().num_sms} * per_sm;
   const int64_t heads_per_kv = params.input.num_q_heads / cache.num_kv_heads;
   const int64_t groups = cache.num_kv_heads * ((heads_per_kv + kGroupHeads - 1) / kGroupHeads);
-  const int64_t items = cache.num_slots * groups * ((cache.num_positions + kTile - 1) / kTile);
+  const int64_t items =
+      params.input.num_rows * groups * ((cache.num_positions + kTile - 1) / kTile);
   launch("decode_attention", kernel,
          {dim3(static_cast<unsigned>(std::min(blocks, items))), kDecodeThreads, bytes}, stream,
          params, c);
@@ -185,10 +186,10 @@ void launch_decode(const DecodeAttentionParams& params, float c, Stream stream) 
 
 }  // namespace
 
-int64_t decode_attention_workspace(int64_t num_slots, int64_t num_positions, int64_t num_q_heads,
+int64_t decode_attention_workspace(int64_t num_rows, int64_t num_positions, int64_t num_q_heads,
                                    int64_t head_dim) {
   const int64_t tiles = (num_positions + kTile - 1) / kTile;
-  return num_slots * tiles * num_q_heads * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  return num_rows * tiles * num_q_heads * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
 }
 
 void decode_attention(const DecodeAttentionParams& params, Stream stream) {

@@ -1,7 +1,7 @@
 // What the kernels of decode attention share: a group of four warps takes one item after another,
 // whose tiles of K and V lie in shared memory.
 //
-// An item is a tile of one slot and group of query heads. The grid is fixed; each block finds its
+// An item is a tile of one row and group of query heads. The grid is fixed; each block finds its
 // share of the items, a contiguous run, from the positions. So which block computes a tile depends
 // on the neighbours, and what it computes does not. The states of a row of several tiles go through
 // memory, and the last group to finish one folds them.
@@ -60,7 +60,8 @@ __device__ __forceinline__ void prefetch(const float* p) {
 }
 
 struct Item {
-  int slot;
+  int row;
+  int slot;  // of the cache, the row's
   int kv_head;
   int pass;  // over the KV head's query heads, kGroupHeads at a time
   int tile;
@@ -125,7 +126,7 @@ class DecodeGroup {
 
   __device__ const T* qkv(const Item& item, int head) const {
     const int64_t heads = q_heads_ + 2 * kv_heads_;
-    return static_cast<const T*>(in_.qkv) + (item.slot * heads + head) * D;
+    return static_cast<const T*>(in_.qkv) + (item.row * heads + head) * D;
   }
   __device__ T* key(const Item& item, int position) const {
     return static_cast<T*>(cache_.k) + item.slot * cache_.k_slot_stride +
@@ -135,37 +136,37 @@ class DecodeGroup {
     return static_cast<T*>(cache_.v) + item.slot * cache_.v_slot_stride +
            position * cache_.v_position_stride + item.kv_head * cache_.v_head_stride;
   }
-  __device__ T* out(int slot, int head) const {
-    return static_cast<T*>(in_.out) + (static_cast<int64_t>(slot) * q_heads_ + head) * D;
+  __device__ T* out(int row, int head) const {
+    return static_cast<T*>(in_.out) + (static_cast<int64_t>(row) * q_heads_ + head) * D;
   }
-  // States: o [S, tiles, H_q, D], then max and sum [S, tiles, H_q, 2].
-  __device__ int64_t state(int slot, int tile, int head) const {
-    return (static_cast<int64_t>(slot) * max_tiles_ + tile) * q_heads_ + head;
+  // States: o [T, tiles, H_q, D], then max and sum [T, tiles, H_q, 2].
+  __device__ int64_t state(int row, int tile, int head) const {
+    return (static_cast<int64_t>(row) * max_tiles_ + tile) * q_heads_ + head;
   }
   __device__ float* state_out(int64_t state) const { return params_.states + state * D; }
   __device__ float2* state_max_sum(int64_t state) const {
-    const int64_t states = cache_.num_slots * max_tiles_ * q_heads_;
+    const int64_t states = in_.num_rows * max_tiles_ * q_heads_;
     return reinterpret_cast<float2*>(params_.states + states * D) + state;
   }
 
   // By the block's first `threads`; from the end of the grid, where blocks have the least to do.
   __device__ void clear_idle_rows(int threads) const {
     const int first = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-    for (int slot = first; slot < cache_.num_slots; slot += static_cast<int>(gridDim.x)) {
-      if (params_.positions[slot] >= 0) continue;
-      uint4* const row = reinterpret_cast<uint4*>(out(slot, 0));
+    for (int row = first; row < in_.num_rows; row += static_cast<int>(gridDim.x)) {
+      if (params_.positions[row] >= 0) continue;
+      uint4* const to = reinterpret_cast<uint4*>(out(row, 0));
       for (int i = static_cast<int>(threadIdx.x); i < q_heads_ * D / 8; i += threads) {
-        row[i] = make_uint4(0, 0, 0, 0);
+        to[i] = make_uint4(0, 0, 0, 0);
       }
     }
   }
 
   // The first of this block's items, and how many they are. Each warp finds it by itself.
   __device__ Item first_item(int& count) const {
-    const int num_slots = static_cast<int>(cache_.num_slots);
+    const int num_rows = static_cast<int>(in_.num_rows);
     int total = 0;
-    for (int slot = lane_; slot < num_slots; slot += 32) {
-      total += tiles_of(params_.positions[slot]);
+    for (int row = lane_; row < num_rows; row += 32) {
+      total += tiles_of(params_.positions[row]);
     }
     const int groups = kv_heads_ * passes_;
     total = sum_lanes(total) * groups;
@@ -175,8 +176,10 @@ class DecodeGroup {
     int first = block * share + min(block, rest);
     if (count == 0) return {};
     for (int base = 0;; base += 32) {
-      const int slot = base + lane_;
-      const int position = slot < num_slots ? params_.positions[slot] : -1;
+      const int row = base + lane_;
+      const int position = row < num_rows ? params_.positions[row] : -1;
+      // At the same time as the position, though few lanes' are used.
+      const int slot = row < num_rows ? params_.slots[row] : 0;
       const int items = tiles_of(position) * groups;
       const int end = scan_lanes(items, lane_);
       const unsigned past = __ballot_sync(kAllLanes, end > first);
@@ -186,9 +189,10 @@ class DecodeGroup {
       }
       const int found = __ffs(static_cast<int>(past)) - 1;
       first -= __shfl_sync(kAllLanes, end - items, found);
-      const int row = __shfl_sync(kAllLanes, position, found);
-      const int group = first / tiles_of(row);
-      return {base + found, group / passes_, group % passes_, first % tiles_of(row), row};
+      const int last = __shfl_sync(kAllLanes, position, found);
+      const int group = first / tiles_of(last), tile = first % tiles_of(last);
+      const int cache_slot = __shfl_sync(kAllLanes, slot, found);
+      return {base + found, cache_slot, group / passes_, group % passes_, tile, last};
     }
   }
 
@@ -200,7 +204,9 @@ class DecodeGroup {
     if (++item.kv_head < kv_heads_) return item;
     item.kv_head = 0;
     do {
-      item.position = params_.positions[++item.slot];
+      ++item.row;
+      item.position = params_.positions[item.row];
+      item.slot = params_.slots[item.row];
     } while (item.position < 0);
     return item;
   }
@@ -372,12 +378,12 @@ class DecodeGroup {
         const float scale = inverse(sum);
 #pragma unroll
         for (int n = 0; n < kChunks; ++n) {
-          store_two(out(item.slot, head) + column + 8 * n,
+          store_two(out(item.row, head) + column + 8 * n,
                     make_float2(finish(sums[n][2 * h], scale), finish(sums[n][2 * h + 1], scale)));
         }
         continue;
       }
-      const int64_t at = state(item.slot, item.tile, head);
+      const int64_t at = state(item.row, item.tile, head);
 #pragma unroll
       for (int n = 0; n < kChunks; ++n) {
         store_two(state_out(at) + column + 8 * n, make_float2(sums[n][2 * h], sums[n][2 * h + 1]));
@@ -386,11 +392,11 @@ class DecodeGroup {
     }
   }
 
-  // Whether the `done` tiles that end here were the last of the slot and KV head. The barrier
+  // Whether the `done` tiles that end here were the last of the row and KV head. The barrier
   // before it has made them this thread's to publish.
   __device__ bool is_last(const Item& item, int done) {
     if (warp_ == 0 && lane_ == 0) {
-      int* const counter = params_.counters + item.slot * kv_heads_ + item.kv_head;
+      int* const counter = params_.counters + item.row * kv_heads_ + item.kv_head;
       const int all = tiles_of(item.position) * passes_;
       shared_.is_last = add_and_order(counter, done) + done == all ? 1 : 0;
       if (shared_.is_last != 0) *counter = 0;
@@ -401,9 +407,9 @@ class DecodeGroup {
   __device__ void fold_row(const Item& item) const {
     for (int i = warp_; i < heads_per_kv_; i += kDecodeWarps) {
       const int head = item.kv_head * heads_per_kv_ + i;
-      const int64_t first = state(item.slot, 0, head);
+      const int64_t first = state(item.row, 0, head);
       fold_states<D>({state_out(first), state_max_sum(first), q_heads_, tiles_of(item.position)},
-                     c_, out(item.slot, head), lane_);
+                     c_, out(item.row, head), lane_);
     }
   }
 

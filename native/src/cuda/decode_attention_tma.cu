@@ -102,7 +102,7 @@ class StreamDecoder : DecodeGroup<T, D, PanelTiles<D>> {
       if (has_next) {
         for (int i = 0; i < kGroups; ++i) next = after(next);
       }
-      const bool same_row = has_next && next.slot == item.slot && next.kv_head == item.kv_head;
+      const bool same_row = has_next && next.row == item.row && next.kv_head == item.kv_head;
       if (!same_row) {
         if (item.position >= kTile) finish_row(item, tiles_done);
         tiles_done = 0;
@@ -245,7 +245,8 @@ void launch_stream(const DecodeAttentionParams& params, const CacheMaps& maps, S
   allow_shared("decode_attention", kernel, sizeof(StreamShared<T, D>));
   const int64_t heads_per_kv = params.input.num_q_heads / cache.num_kv_heads;
   const int64_t groups = cache.num_kv_heads * ((heads_per_kv + kGroupHeads - 1) / kGroupHeads);
-  const int64_t items = cache.num_slots * groups * ((cache.num_positions + kTile - 1) / kTile);
+  const int64_t items =
+      params.input.num_rows * groups * ((cache.num_positions + kTile - 1) / kTile);
   const int64_t blocks = std::min<int64_t>(device_info().num_sms, items);
   launch("decode_attention", kernel,
          {dim3(static_cast<unsigned>(blocks)), kThreads, sizeof(StreamShared<T, D>)}, stream, maps,

@@ -235,6 +235,25 @@ class RowLogprobs {
   double log_of_sum_ = 0.0;
 };
 
+// By a team. True in the one thread that ends it.
+template <int kBlocks>
+__device__ bool put_logprobs(const float* logits, int vocab, int32_t token, int count,
+                             TokenLogprobs& out, LogprobsShared& shared) {
+  const int n = min(max(count, 1), vocab);
+  RowLogprobs<kBlocks> work(logits, vocab, token, n, shared);
+  work.run();
+  if (Team<kBlocks>::rank() != 0 || threadIdx.x >= 32) return false;
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < min(count, n)) {
+    out.best_ids[i] = work.best_id(i);
+    out.best_logprobs[i] = work.best_logprob(i);
+  }
+  if (i != 0) return false;
+  out.logprob = work.drawn_logprob();
+  out.rank = work.rank();
+  return true;
+}
+
 template <int kBlocks>
 __global__ void
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -244,42 +263,53 @@ __cluster_dims__(kBlocks, 1, 1)
   __shared__ LogprobsShared shared;
   start_successor();
   wait_for_predecessor();
-  const int row = blockIdx.x / kBlocks;
-  const int slot = params.slots == nullptr ? row : params.slots[row];
-  const int count = params.counts[slot];
+  const int part = blockIdx.x / kBlocks;
+  const int row = table_row(params.rows, part);
+  const int count = params.counts[row];
   if (count < 0) return;
-  const int n = min(max(count, 1), table.vocab);
-  RowLogprobs<kBlocks> work(params.logits + row * params.logits_stride, table.vocab,
-                            table.last_token[slot], n, shared);
-  work.run();
-  if (Team<kBlocks>::rank() != 0 || threadIdx.x >= 32) return;
   // `sample` has counted the step.
   const uint32_t step = *table.counter - 1;
   const uint32_t out_row = step % static_cast<uint32_t>(params.out_rows);
-  TokenLogprobs& out = params.out[static_cast<int64_t>(out_row) * table.num_slots + slot];
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < min(count, n)) {
-    out.best_ids[i] = work.best_id(i);
-    out.best_logprobs[i] = work.best_logprob(i);
-  }
-  if (i == 0) {
-    out.logprob = work.drawn_logprob();
-    out.rank = work.rank();
-    // The step ends here now; rows that end together overwrite each other's.
-    stamp(table, step, Stamp::kEnd);
-  }
+  const bool reports = put_logprobs<kBlocks>(
+      params.logits + part * params.logits_stride, table.vocab, table.last_token[row], count,
+      params.out[static_cast<int64_t>(out_row) * table.num_rows + row], shared);
+  // The step ends here now; rows that end together overwrite each other's.
+  if (reports) stamp(table, step, Stamp::kEnd);
 }
 
 template <int kBlocks>
-void launch_logprobs(const SlotTable& table, const LogprobsParams& params, Stream stream) {
-  const dim3 blocks(static_cast<unsigned>(params.num_rows * kBlocks));
-  launch("logprobs", logprobs_kernel<kBlocks>, {blocks, kSampleThreads}, stream, table, params);
+__global__ void
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__cluster_dims__(kBlocks, 1, 1)
+#endif
+    __launch_bounds__(kSampleThreads, 1) token_logprobs_kernel(TokenLogprobsParams params) {
+  __shared__ LogprobsShared shared;
+  start_successor();
+  wait_for_predecessor();
+  const int row = blockIdx.x / kBlocks;
+  put_logprobs<kBlocks>(params.logits + row * params.logits_stride, params.vocab,
+                        params.token_ids[row], params.count, params.out[row], shared);
+}
+
+Grid teams(int64_t rows, int blocks) {
+  return {dim3(static_cast<unsigned>(rows * blocks)), kSampleThreads};
 }
 
 }  // namespace
 
 void logprobs(const SlotTable& table, const LogprobsParams& params, Stream stream) {
-  for_team([&](auto blocks) { launch_logprobs<blocks()>(table, params, stream); });
+  for_team([&](auto blocks) {
+    launch("logprobs", logprobs_kernel<blocks()>, teams(params.num_rows, blocks()), stream, table,
+           params);
+  });
+}
+
+void token_logprobs(const TokenLogprobsParams& params, Stream stream) {
+  if (params.num_rows == 0) return;
+  for_team([&](auto blocks) {
+    launch("token_logprobs", token_logprobs_kernel<blocks()>, teams(params.num_rows, blocks()),
+           stream, params);
+  });
 }
 
 }  // namespace slotwise::cuda

@@ -1,4 +1,4 @@
-// A team of blocks draws each row's token and moves its slot on.
+// A team of blocks draws each row's token and moves the row on.
 #include <cuda_pipeline.h>
 
 #include "launch.cuh"
@@ -24,15 +24,15 @@ __device__ void fetch(T& to, const T* from) {
   __pipeline_memcpy_async(&to, from, sizeof(T));
 }
 
-__device__ void fetch_state(const SlotTable& table, int slot, RowState& state) {
+__device__ void fetch_state(const SlotTable& table, int row, RowState& state) {
   fetch(state.step, table.counter);
-  fetch(state.max_len, table.max_len + slot);
-  fetch(state.scheduled, table.scheduled + slot);
-  fetch(state.draw.temperature, table.temperature + slot);
-  fetch(state.draw.top_k, table.top_k + slot);
-  fetch(state.draw.top_p, table.top_p + slot);
-  fetch(state.draw.min_p, table.min_p + slot);
-  fetch(state.draw.seed, reinterpret_cast<uint64_t*>(table.seed) + slot);
+  fetch(state.max_len, table.max_len + row);
+  fetch(state.scheduled, table.scheduled + row);
+  fetch(state.draw.temperature, table.temperature + row);
+  fetch(state.draw.top_k, table.top_k + row);
+  fetch(state.draw.top_p, table.top_p + row);
+  fetch(state.draw.min_p, table.min_p + row);
+  fetch(state.draw.seed, reinterpret_cast<uint64_t*>(table.seed) + row);
   __pipeline_commit();
 }
 
@@ -53,26 +53,27 @@ __device__ int32_t sample_row(const float* logits, int vocab, uint32_t length,
 
 __device__ int32_t* ring_row(const SlotTable& table, uint32_t step) {
   return table.ring +
-         static_cast<int64_t>(step % static_cast<uint32_t>(table.ring_rows)) * table.num_slots;
+         static_cast<int64_t>(step % static_cast<uint32_t>(table.ring_rows)) * table.num_rows;
 }
 
-__device__ bool is_end(const SlotTable& table, int slot, int32_t token) {
+__device__ bool is_end(const SlotTable& table, int row, int32_t token) {
   const int64_t words = (table.vocab + 31) / 32;
-  return table.end_ids[slot * words + token / 32] >> (token % 32) & 1;
+  return table.end_ids[row * words + token / 32] >> (token % 32) & 1;
 }
 
-// The slot's token is drawn, and `length` tokens lie before it.
-__device__ void accept(const SlotTable& table, int slot, int32_t token, int length,
+// The row's token is drawn, and `length` tokens lie before it.
+__device__ void accept(const SlotTable& table, int row, int32_t token, int length,
                        const RowState& state) {
   const bool active =
-      token != kCorrupted && !is_end(table, slot, token) && length + 1 < state.max_len;
-  const bool decodes = active && state.scheduled != 0;
-  ring_row(table, state.step)[slot] = token;
-  table.length[slot] = length;
-  if (token != kCorrupted) table.last_token[slot] = token;
-  table.active[slot] = active;
-  table.row_token[slot] = decodes ? token : -1;
-  table.row_position[slot] = decodes ? length : -1;
+      token != kCorrupted && !is_end(table, row, token) && length + 1 < state.max_len;
+  const bool decodes = active && state.scheduled == kAlways;
+  ring_row(table, state.step)[row] = token;
+  table.length[row] = length;
+  if (token != kCorrupted) table.last_token[row] = token;
+  table.active[row] = active;
+  if (state.scheduled == kOnce) table.scheduled[row] = kNotScheduled;
+  table.row_token[row] = decodes ? token : -1;
+  table.row_position[row] = decodes ? length : -1;
 }
 
 // One row is done. The last one ends the step; by then every row has read the counter.
@@ -84,14 +85,14 @@ __device__ void count_row(const SlotTable& table, const SampleParams& params, ui
   *table.counter = step + 1;
 }
 
-// Slots without a row, where rows are prompts.
+// Rows that are not among those of the prompts.
 __device__ void skip_others(const SlotTable& table, const SampleParams& params, uint32_t step) {
-  for (int slot = threadIdx.x; slot < table.num_slots; slot += kSampleThreads) {
-    bool has_row = false;
-    for (int row = 0; row < params.num_rows; ++row) has_row |= params.slots[row] == slot;
-    if (has_row) continue;
-    ring_row(table, step)[slot] = kNoPart;
-    set_row(table, slot);
+  for (int row = threadIdx.x; row < table.num_rows; row += kSampleThreads) {
+    bool has_part = false;
+    for (int part = 0; part < params.num_rows; ++part) has_part |= params.rows[part] == row;
+    if (has_part) continue;
+    ring_row(table, step)[row] = kNoPart;
+    set_row(table, row);
   }
 }
 
@@ -105,28 +106,28 @@ __cluster_dims__(kBlocks, 1, 1)
   __shared__ RowState state;
   start_successor();
   wait_for_predecessor();
-  const int row = blockIdx.x / kBlocks;
+  const int part = blockIdx.x / kBlocks;
   const uint32_t rank = Team<kBlocks>::rank();
-  const bool decodes = params.slots == nullptr, first = rank == 0 && threadIdx.x == 0;
-  const int slot = decodes ? row : params.slots[row];
-  if (threadIdx.x == 0) fetch_state(table, slot, state);
-  const int position = decodes ? table.row_position[slot] : table.length[slot];
+  const bool decodes = params.rows == nullptr, first = rank == 0 && threadIdx.x == 0;
+  const int row = table_row(params.rows, part);
+  if (threadIdx.x == 0) fetch_state(table, row, state);
+  const int position = decodes ? table.row_position[row] : table.length[row];
   __pipeline_wait_prior(0);
   if (position < 0) {
     if (first) {
       count_row(table, params, state.step);
-      ring_row(table, state.step)[slot] = kNoPart;
+      ring_row(table, state.step)[row] = kNoPart;
     }
     return;
   }
   const int length = decodes ? position + 1 : position;
-  const int32_t token = sample_row<kBlocks>(params.logits + row * params.logits_stride, table.vocab,
-                                            length, state, shared);
+  const int32_t token = sample_row<kBlocks>(params.logits + part * params.logits_stride,
+                                            table.vocab, length, state, shared);
   if (first) {
     count_row(table, params, state.step);
-    accept(table, slot, token, length, state);
+    accept(table, row, token, length, state);
   }
-  if (!decodes && row == 0 && rank == kBlocks - 1) skip_others(table, params, state.step);
+  if (!decodes && part == 0 && rank == kBlocks - 1) skip_others(table, params, state.step);
 }
 
 template <int kBlocks>

@@ -10,7 +10,7 @@ constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads) begin_command_kernel(SlotTable table) {
   start_successor();
   wait_for_predecessor();
-  for (int slot = threadIdx.x; slot < table.num_slots; slot += kThreads) set_row(table, slot);
+  for (int row = threadIdx.x; row < table.num_rows; row += kThreads) set_row(table, row);
 }
 
 }  // namespace

@@ -17,11 +17,16 @@ __device__ __forceinline__ void stamp(const SlotTable& table, uint32_t step, Sta
   table.stamps[2 * row + static_cast<uint32_t>(which)] = now;
 }
 
-// What the slot's row of the next step is, from what the slot is now.
-__device__ __forceinline__ void set_row(const SlotTable& table, int slot) {
-  const bool decodes = table.scheduled[slot] != 0 && table.active[slot] != 0;
-  table.row_token[slot] = decodes ? table.last_token[slot] : -1;
-  table.row_position[slot] = decodes ? table.length[slot] : -1;
+// What the row is in the next step, from what its slot is now.
+__device__ __forceinline__ void set_row(const SlotTable& table, int row) {
+  const bool decodes = table.scheduled[row] != kNotScheduled && table.active[row] != 0;
+  table.row_token[row] = decodes ? table.last_token[row] : -1;
+  table.row_position[row] = decodes ? table.length[row] : -1;
+}
+
+// The team's part of a step's logits is row `part`: which row of the table that is.
+__device__ __forceinline__ int table_row(const int32_t* rows, int part) {
+  return rows == nullptr ? part : rows[part];
 }
 
 // embed, which also stamps the start of a step where the table has stamps.
