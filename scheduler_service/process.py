@@ -56,6 +56,8 @@ class Process:
         )
         for setting in model.info.unapplied:
             log.warning("generation_config.json asks for %s; it is not applied", setting)
+        if model.constraints.refusal:
+            log.warning("constraints are refused for this model: %s", model.constraints.refusal)
         service = InferenceService(model, self._engine)
         add_inference(server, service, self._config.engine)
         await server.start()

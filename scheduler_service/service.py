@@ -11,6 +11,7 @@ from types import TracebackType
 
 from .chat_output import OutputParser, OutputPiece, ToolCallPiece
 from .chat_template import ChatTemplate
+from .constraints import Constraints
 from .detokenizer import TokenBytes
 from .engine import Engine
 from .errors import (
@@ -269,19 +270,21 @@ class Model:
     info: ModelInfo
     tokenizer: Tokenizer
     reader: PromptReader
+    constraints: Constraints
     # Name of what parse_output tells apart, "" for nothing.
     output_format: str = ""
 
 
 def load_model(folder: Path, served_name: str) -> Model:
-    """Reads the small files of a checkpoint; blocks for up to a second. ModelFilesError."""
+    """Reads the small files of a checkpoint; blocks for some seconds. ModelFilesError."""
     tokenizer_path = folder / "tokenizer.json"
     tokenizer = Tokenizer(tokenizer_path)
     info = read_model_info(folder, served_name, tokenizer.token_id)
     template = None
     if info.chat_template is not None:
         template = ChatTemplate(info.chat_template, info.special_tokens)
-    return Model(info, tokenizer, PromptReader(tokenizer, template, info.vocab_size))
+    reader = PromptReader(tokenizer, template, info.vocab_size)
+    return Model(info, tokenizer, reader, Constraints.load(tokenizer_path, info.vocab_size))
 
 
 @dataclass(slots=True)
@@ -350,12 +353,14 @@ class InferenceService:
         arrival_ns = self.engine.now_ns()
         limits = self.limits()
         check_call(call, limits)
-        if call.constraint is not None:
-            raise InvalidArgumentError(call.constraint.kind, "is not offered yet; leave it out")
         ids = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
         requests = make_requests(call, ids, limits, arrival_ns, deadline_ns)
         if is_whole:
             check_fits(requests)
+        if call.constraint is not None:
+            await self.model.constraints.constrain(
+                call.constraint, requests, at_text_start=call.is_chat
+            )
         answers = [self._answer(call, request) for request in requests]
         return Generation(self.engine, answers, self.engine.submit(requests))
 

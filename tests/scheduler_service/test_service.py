@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
 from tokenizer_files import write_model
 
+from scheduler_service.constraints import Constraints
 from scheduler_service.errors import (
     ConstraintError,
     CorruptedError,
@@ -17,11 +18,12 @@ from scheduler_service.errors import (
     UnavailableError,
     UnknownRequestError,
 )
-from scheduler_service.generate_call import GenerateCall, IdsInput
+from scheduler_service.generate_call import ConstraintSpec, GenerateCall, IdsInput
 from scheduler_service.logprobs import LEAST_LOGPROB, TokenLogprob
 from scheduler_service.request import (
     FinishedEvent,
     FinishReason,
+    Mask,
     PromptLogprobsEvent,
     Request,
     TokenEvent,
@@ -94,6 +96,10 @@ def engine():
 @pytest.fixture
 def service(model, engine):
     return InferenceService(model, engine)
+
+
+def allowed(mask: Mask) -> set[int]:
+    return {i for i in range(8 * len(mask.allowed)) if mask.allowed[i // 8] >> i % 8 & 1}
 
 
 def call(**options) -> GenerateCall:
@@ -304,6 +310,29 @@ async def test_stop_strings_are_not_looked_for_in_the_first_tokens(service, engi
         (update,) = await generation.next()
     assert update.text == "abc"
     assert update.token_ids == tuple(ids(model, "abcab"))
+
+
+async def test_constraints_are_compiled_for_each_answer(service, engine, model):
+    asked = call(n=2, constraint=ConstraintSpec("choice", choices=("ab", "b")), min_new_tokens=1)
+    async with await service.begin(asked, None):
+        first, second = engine.requests
+        a, b = ids(model, "ab")
+        assert allowed(first.first_mask) >= {a, b}
+        assert first.first_mask == second.first_mask
+        assert allowed(first.constraint.advance([a])) == {b}
+        # The other one has not moved, and its end ids are its own.
+        assert allowed(second.constraint.advance([b])) == second.end_token_ids
+
+
+async def test_a_constraint_that_cannot_be(service, engine, model):
+    with pytest.raises(InvalidArgumentError, match=r"regex: .*unclosed"):
+        await service.begin(call(constraint=ConstraintSpec("regex", "(")), None)
+    without = replace(model, constraints=Constraints(None, "no such decoder"))
+    with pytest.raises(InvalidArgumentError, match="no such decoder"):
+        await InferenceService(without, engine).begin(
+            call(constraint=ConstraintSpec("json_object")), None
+        )
+    assert engine.requests == []
 
 
 async def test_refusals_are_never_submitted(service, engine):
