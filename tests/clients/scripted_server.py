@@ -229,10 +229,10 @@ class ScriptedServer:
 
 
 @contextlib.contextmanager
-def scripted_server() -> Iterator[ScriptedServer]:
+def scripted_server(script: Script | None = None) -> Iterator[ScriptedServer]:
     """A server on a free port, ready at once."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=16))
-    script = Script()
+    script = script or Script()
     rpc.add_InferenceServicer_to_server(script, server)
     health_servicer = health.HealthServicer()
     for name in ("", SERVICE):

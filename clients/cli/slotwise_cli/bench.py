@@ -18,6 +18,7 @@ from rich.table import Table
 
 from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
+from .bench_chat import chat
 from .bench_files import JsonFileOption, PlotOption, check_files, write_json_file
 from .bench_kernels import kernels
 from .bench_steps import steps
@@ -36,6 +37,7 @@ IDLE = re.compile(r"worker 0: .*idle between steps: median ([\d.]+) us,.* 99 % (
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 bench.command()(steps)
 bench.command()(kernels)
+bench.command()(chat)
 
 
 @dataclass(frozen=True, slots=True)
