@@ -80,9 +80,7 @@ class CachingScript(Script):
 
     def _find(self, prompt):
         oldest = self.count - (self.forget or self.count)
-        lengths = [
-            len(os.path.commonprefix([kept, prompt])) for n, kept in self.kept if n >= oldest
-        ]
+        lengths = [common(kept, prompt) for number, kept in self.kept if number >= oldest]
         return min(max(lengths, default=0), len(prompt) - 1)
 
 
