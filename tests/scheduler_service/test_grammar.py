@@ -239,8 +239,9 @@ def test_an_end_id_that_is_text_ends_and_is_no_text(byte_level):
     constraint = byte_level.compile("regex", "b*a*", ends=frozenset([a]))
     mask = constraint.advance(())
     assert a in allowed(mask)
-    inside = byte_level.compile("regex", "b|ba", ends=frozenset([a])).advance(())
-    assert a not in allowed(inside)
+    begin = byte_level.compile("regex", "a?b", ends=frozenset([a])).advance(())
+    assert not begin.is_complete
+    assert allowed(begin) == set(byte_level.ids("b"))
 
 
 def test_min_new_tokens_holds_ends_back(byte_level):
@@ -273,6 +274,8 @@ def test_the_blank_taken_off_a_texts_start_is_no_part_of_it(tmp_path):
     texts = {model.walk(model.compile("choice", choices=options, at_text_start=True), seed, True)
              for seed in range(60)}  # fmt: skip
     assert texts == set(options)
+    two_blanks = model.compile("choice", choices=[" w"], at_text_start=True)
+    assert model.tokenizer.token_id("\u2581w") not in allowed(two_blanks.advance(()))
     no_blank = model.compile("choice", choices=["hello"])
     assert not {model.ids(" ")[0]} & allowed(no_blank.advance(()))
     one_blank = model.compile("choice", choices=["hello"], at_text_start=True)
