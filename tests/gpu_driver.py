@@ -95,7 +95,7 @@ class GpuDriver(Driver):
 
 def prompt_of(seed: int, length: int) -> tuple[int, ...]:
     """The same for the same numbers."""
-    return tuple(random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(length))
+    return tuple(random.Random(seed).choices(range(3, VOCAB_SIZE), k=length))
 
 
 def in_company(
