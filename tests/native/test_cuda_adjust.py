@@ -87,7 +87,7 @@ def random_rows(count: int, vocab: int, generator: torch.Generator) -> Rows:
         frequency_penalty=floats(count),
         presence_penalty=floats(count),
         repetition_penalty=floats(count).abs() + 0.3,
-        counts=generated + SEEN_IN_PROMPT * sometimes(count, vocab),
+        counts=(generated + SEEN_IN_PROMPT * sometimes(count, vocab)).int(),
         bias=floats(count, vocab) * 10 * sometimes(count, vocab),
         allowed=~sometimes(count, vocab),
         ends=sometimes(count, vocab),
