@@ -94,6 +94,7 @@ class Bench:
         for rows, greedy in product(_DECODE_ROWS, (True, False)):
             yield "sample", partial(self._sample, rows, greedy)
         for rows in _DECODE_ROWS:
+            yield "adjust_logits", partial(self._adjust_logits, rows)
             yield "logprobs", partial(self._logprobs, rows)
 
     @property
@@ -231,6 +232,26 @@ class Bench:
             how, peer, draw = "top_k 20, top_p 0.95", "topk, multinomial", partial(_draw, logits)
         shape = f"{rows} x {vocab}, {how}"
         return Case(shape, logits.nbytes, 0, own, {peer: [draw]}, sampler.kept)
+
+    def _adjust_logits(self, rows: int) -> Case:
+        """All that can be asked for in every row."""
+        sampler, vocab = self._sampler(rows, greedy=True), self.config.vocab_size
+        words = -(-vocab // 32)
+        arrays = {
+            "flags": self._ints([31] * rows),
+            "min_len": self._ints([(1 << 31) - 1] * rows),
+            "counts": self._ints([1]).expand(rows, vocab).contiguous(),
+            "bias": self._random(rows, vocab, dtype=torch.float32),
+            "mask": self._ints([-1]).expand(rows, words).contiguous(),
+        }
+        for name in ("frequency", "presence", "repetition"):
+            arrays[f"{name}_penalty"] = torch.ones(rows, device=self.device)
+        adjust = _native.AdjustTable(**arrays)
+        out = torch.empty_like(sampler.logits)
+        own = [partial(self.ops.adjust_logits, sampler.table, adjust, sampler.logits, None, out)]
+        moved = 4 * sampler.logits.nbytes + 2 * arrays["mask"].nbytes
+        kept = (*sampler.kept, *arrays.values(), out)
+        return Case(f"{rows} x {vocab}, everything", moved, 0, own, {}, kept)
 
     def _logprobs(self, rows: int) -> Case:
         """Of the tokens of one step; the best MAX_LOGPROBS of every row."""

@@ -62,7 +62,8 @@ class FakeTimer:
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> NotingOps:
-    monkeypatch.setattr(_native, "SlotTable", lambda **given: given, raising=False)
+    for table in ("SlotTable", "AdjustTable"):
+        monkeypatch.setattr(_native, table, lambda **given: given, raising=False)
     # Small buffers, as few as for a large model.
     monkeypatch.setattr("worker.kernel_cases._ROTATED_BYTES", 1 << 16)
     return NotingOps()
@@ -91,6 +92,7 @@ def test_every_kernel_is_measured_beside_torch(bench: Bench) -> None:
         "decode_attention",
         "prefill_attention",
         "sample",
+        "adjust_logits",
         "logprobs",
         "linear head",
         *(f"linear {name}" for name in products),
@@ -98,7 +100,7 @@ def test_every_kernel_is_measured_beside_torch(bench: Bench) -> None:
     }
     for (name, _), row in rows.items():
         torch_rows = row["torch"].values()
-        assert name == "rope_append" or torch_rows, name
+        assert name in ("rope_append", "adjust_logits") or torch_rows, name
         assert all("error" not in figures for figures in torch_rows), row
         own = row["own"]
         absent = name.startswith("product") or name == "linear head"
@@ -127,10 +129,10 @@ def test_bytes_and_arithmetic(bench: Bench) -> None:
 
 def test_operators_are_given_what_they_want(bench: Bench, ops: NotingOps) -> None:
     rows_of(bench)
-    for qkv, q_norm, k_norm, _, cos, sin, k, v, positions, _, states, counters, out in ops.calls[
-        "decode_attention"
-    ]:
+    for qkv, q_norm, k_norm, _, cos, sin, k, v, *tail in ops.calls["decode_attention"]:
+        positions, order, _, states, counters, out = tail
         slots, context = k.shape[:2]
+        assert order.tolist() == list(range(slots))
         assert qkv.shape == (slots, (6 + 2 * 2) * 16)
         assert k.shape == v.shape == (slots, context, 2, 16)
         assert k.stride(3) == 1
@@ -150,8 +152,12 @@ def test_operators_are_given_what_they_want(bench: Bench, ops: NotingOps) -> Non
         assert gated == (len(weight) == 224)
     greedy = [table["temperature"].max().item() == 0 for table, *_ in ops.calls["sample"]]
     assert sorted(set(greedy)) == [False, True]
-    for table, logits, slots, counts, out in ops.calls["logprobs"]:
-        assert slots is None
+    for table, adjust, logits, rows, out in ops.calls["adjust_logits"]:
+        assert rows is None
+        assert logits.shape == out.shape == adjust["bias"].shape == (len(table["active"]), 320)
+        assert adjust["flags"].tolist() == [31] * len(logits)
+    for table, logits, rows, counts, out in ops.calls["logprobs"]:
+        assert rows is None
         assert logits.shape == (len(table["active"]), 320)
         assert counts.tolist() == [20] * len(logits)
         assert out.shape == (1, len(logits), 42)

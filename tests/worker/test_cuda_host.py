@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from worker_driver import Driver, by_slot, free_address, on_ranks, sampling
 
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from worker import rank
-from worker.batch import RowResult, StepCommand
+from worker.batch import LogitAdjustment, RowResult, StepCommand, StepResult, TokenLogprobs
 from worker.device import CpuDevice
 from worker.errors import SetupError, StepError
 from worker.pipeline import Pipeline
@@ -169,6 +170,146 @@ def test_gaps_of_more_steps_than_the_ring_holds(
     small = unwatched(Driver(folder, num_slots=2, max_seq_len=64))
     assert len(small.executor.runner.gaps_ns(5)) == 4
     assert len(small.executor.runner.gaps_ns(100)) == 7
+
+
+ADJUSTED = LogitAdjustment(
+    frequency_penalty=0.7,
+    presence_penalty=-0.3,
+    repetition_penalty=1.4,
+    prompt_token_ids=tuple(range(0, VOCAB_SIZE, 3)),
+    generated_token_ids=(5, 9, 5),
+    biases=((7, 2.5), (VOCAB_SIZE - 1, 3.0), (11, -100.0)),
+    min_len=26,
+)
+
+
+def mask_of(*allowed: int) -> bytes:
+    """As worker.proto packs the tokens."""
+    bits = sum(1 << token_id for token_id in allowed)
+    return bits.to_bytes(-(-VOCAB_SIZE // 8), "little")
+
+
+def crowded(driver: Driver) -> list[StepResult]:
+    """Six slots with three rows: prefixes, masks, adjustments and logprobs beside each other."""
+    odd = mask_of(*range(1, VOCAB_SIZE, 2))
+    drawn = {"temperature": 1.3, "seed": 8}
+    told = sampling(60, num_logprobs=2, num_prompt_logprobs=3, end=(3,), adjustment=ADJUSTED)
+    again = replace(told, num_prompt_logprobs=-1)
+    masked = sampling(60, masked=True, num_prompt_logprobs=0, **drawn)
+    free = sampling(60, adjustment=replace(ADJUSTED, repetition_penalty=1.0, biases=()), **drawn)
+    plain = sampling(60, **drawn)
+    rest = PROMPTS[1][4:]
+    run = driver.run
+    return [
+        run(
+            driver.first_chunk(5, PROMPTS[0], told),
+            driver.first_chunk(1, PROMPTS[1][:4], masked, sample=False, next_token_id=rest[0]),
+        ),
+        run(driver.decode(5), driver.chunk(1, 4, rest, allowed_tokens=odd)),
+        run(driver.decode(1, odd), driver.decode(5), num_steps=3),
+        # Of a busy slot, some of it generated, beside rows that decode.
+        run(
+            driver.decode(5),
+            driver.decode(1, mask_of(6)),
+            driver.first_chunk(3, PROMPTS[2], free, source=5, num_cached=11),
+        ),
+        run(
+            *(driver.decode(slot) for slot in (3, 5)), driver.decode(1, mask_of(2, 4)), num_steps=4
+        ),
+        run(driver.decode(1, odd), num_steps=5),
+        # Slot 5's row goes to slot 2, while slot 3 goes on; slot 0 has none of the rows yet.
+        run(driver.decode(3), driver.first_chunk(2, PROMPTS[3], plain)),
+        run(driver.decode(2), driver.decode(3), num_steps=3),
+        run(driver.first_chunk(1, PROMPTS[0][5:], again, source=1, num_cached=5)),
+        run(driver.decode(2), driver.decode(1), driver.decode(3), num_steps=6),
+        run(driver.decode(2), driver.decode(3), num_steps=6),
+    ]
+
+
+def close(got: tuple[TokenLogprobs, ...], wanted: tuple[TokenLogprobs, ...]) -> bool:
+    """But for the last bits, which are another device's."""
+    return [(one.rank, one.best_token_ids) for one in got] == [
+        (one.rank, one.best_token_ids) for one in wanted
+    ] and all(
+        [a.logprob, *a.best_logprobs] == pytest.approx([b.logprob, *b.best_logprobs], abs=1e-4)
+        for a, b in zip(got, wanted, strict=True)
+    )
+
+
+LIMITS = {"num_slots": 6, "max_running": 3, "max_seq_len": 64, "max_step_tokens": 48}
+
+
+def test_more_slots_than_rows_and_all_that_they_can_want(folder: Path, gpu: Driver) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "open_device", lambda *_: CpuDevice(1))
+        wanted = crowded(Driver(folder, **LIMITS))
+    got = crowded(unwatched(Driver(folder, **LIMITS)))
+    assert [result.digest for result in got] == [result.digest for result in wanted]
+    for result, expected_result in zip(got, wanted, strict=True):
+        for row, other in zip(result.rows, expected_result.rows, strict=True):
+            assert row.token_ids == other.token_ids
+            assert close(row.logprobs, other.logprobs)
+            assert close(row.prompt_logprobs, other.prompt_logprobs)
+    assert [len(row.token_ids) for row in got[4].rows] == [4, 4, 1]
+    assert [len(row.prompt_logprobs) for row in got[0].rows] == [len(PROMPTS[0]) - 1, 4]
+
+
+def test_a_step_does_what_its_rows_want_and_no_more(gpu: Driver) -> None:
+    runner: Any = gpu.executor.runner
+    ran: list[tuple[bool, bool]] = []
+
+    def noting(variant: Any, step: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            ran.append((variant.logprobs, variant.adjusted))
+            step()
+
+        return run
+
+    runner._steps = {variant: noting(variant, step) for variant, step in runner._steps.items()}
+    for slot, setup in enumerate(
+        (
+            sampling(60),
+            sampling(60, num_logprobs=0),
+            sampling(60, adjustment=LogitAdjustment(presence_penalty=1.0)),
+            sampling(60, masked=True, adjustment=LogitAdjustment()),
+        )
+    ):
+        mask = mask_of(9) if setup.masked else b""
+        gpu.run(gpu.first_chunk(slot, PROMPTS[slot], setup, allowed_tokens=mask))
+    masked = gpu.decode(3, mask_of(8))
+    for rows in ([0], [1, 0], [0, 2], [1, 2]):
+        gpu.run(*map(gpu.decode, rows))
+    gpu.run(masked, num_steps=7)
+    gpu.run(gpu.decode(0), masked, num_steps=2)
+    gpu.run(gpu.decode(0))
+    adjusted = (False, True)
+    plain = (False, False)
+    assert ran == [plain, (True, False), adjusted, (True, True), adjusted, *[adjusted] * 2, plain]
+
+
+def test_steps_with_logprobs_fit_as_far_as_the_runner_says(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Driver
+) -> None:
+    """Each of them with a chunk, which takes a row of the ring of its own."""
+    cuda_slots = sys.modules["worker.cuda_slots"]
+    monkeypatch.setattr(cuda_slots, "_LOGPROBS_BYTES", 8 * 2 * 168)
+    small = unwatched(Driver(folder, num_slots=2, max_seq_len=64))
+    most = small.executor.runner.max_logprobs_steps
+    assert most == 4
+    small.run(small.first_chunk(0, PROMPTS[0], sampling(60, num_logprobs=1)))
+
+    def submit() -> Any:
+        small.step_id += 1
+        chunk = small.first_chunk(1, PROMPTS[1], sampling(60))
+        rows = (small.decode(0), chunk)
+        return small.executor.submit(StepCommand(1, small.step_id, 1, rows))
+
+    under_way = [submit() for _ in range(most)]
+    with pytest.raises(StepError, match=r"2 steps with logprobs after 8 .* at most 8"):
+        submit()
+    results = [small.executor.collect(one) for one in under_way]
+    got = [row.token_ids[0] for row in (result.rows[0] for result in results)]
+    assert got == expected(folder, PROMPTS[0], 5)[1:]
 
 
 def test_a_tenant_that_still_decodes_is_replaced_beside_others(folder: Path, gpu: Driver) -> None:
