@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from slotwise.v1 import inference_pb2 as pb
@@ -47,6 +47,16 @@ SLOT_STATES = {
     "prefill": pb.SLOT_STATE_PREFILL,
     "decode": pb.SLOT_STATE_DECODE,
 }
+
+
+def parsed(kind: type[Message], data: bytes) -> Message:
+    """The message that the bytes are. InvalidArgumentError when they are none of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(
+            kind.DESCRIPTOR.name, f"the bytes sent cannot be read: {error}"
+        ) from error
 
 
 def refuse_unknown_fields(message: Message, path: str = "") -> None:

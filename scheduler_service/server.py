@@ -7,16 +7,18 @@ import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
 from .engine_types import EngineConfig
-from .errors import SlotwiseError
+from .errors import InvalidArgumentError, SlotwiseError
 from .request import FinishReason
 from .service import Generation, InferenceService
 from .status import CallContext, to_status
@@ -192,4 +194,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 def add_inference(server: grpc.aio.Server, service: InferenceService, config: EngineConfig) -> None:
     """Makes a server answer slotwise.v1.Inference."""
     servicer = InferenceServicer(service, config)
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    described = pb.DESCRIPTOR.services_by_name["Inference"]
+    handlers = {method.name: _handler(servicer, method) for method in described.methods}
+    generic = grpc.method_handlers_generic_handler(described.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
+
+
+def _handler(servicer: InferenceServicer, method: MethodDescriptor) -> grpc.RpcMethodHandler:
+    """As the generated code makes it, but what cannot be read is the client's fault: gRPC would
+    answer UNKNOWN, and log it."""
+    kind, work = GetMessageClass(method.input_type), getattr(servicer, method.name)
+
+    async def answer(data: bytes, context: CallContext) -> Any:
+        try:
+            request = messages.parsed(kind, data)
+        except InvalidArgumentError as error:
+            return await context.abort(*to_status(error))
+        return await work(request, context)
+
+    streams = method.server_streaming
+    make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+    return make(answer, response_serializer=GetMessageClass(method.output_type).SerializeToString)
