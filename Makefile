@@ -22,7 +22,8 @@ NATIVE_SOURCES := $(shell find native protos -type f)
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden bench bench-gpu clean
+.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
+.PHONY: clean
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -30,6 +31,7 @@ help:
 	@echo "make build   build the native library and the protos again (also: make protos)"
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
+	@echo "make docs-api   write the reference in docs/api.md again from the proto"
 	@echo "make bench   measure, beside transformers              make clean   remove what was built"
 	@echo "with an NVIDIA GPU and nvcc:"
 	@echo "make test-gpu    build with CUDA, run the tests that need a GPU"
@@ -62,6 +64,9 @@ type: $(TOOLS)
 
 golden: $(TOOLS)
 	$(BIN)/python tests/golden/make_golden.py
+
+docs-api: $(TOOLS)
+	$(BIN)/python tests/api_reference.py
 
 bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
