@@ -12,13 +12,27 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import InvalidArgumentError
 from .json_file import ModelFilesError
+from .template_sandbox import Budget, Sandbox, TemplateLimitError, TemplateTimeoutError
+
+# Of its thread's time, for one rendering.
+MAX_NS = 1_000_000_000
+# Bytes that one may make, and more for each character of its chat: steps copy what they join.
+BASE_BYTES = 1 << 25
+BYTES_PER_CHAR = 32
+MAX_DATE_FORM = 256
+MAX_INDENT = 16
+# What tojson escapes when asked to: not the markers of typed text, which must come through.
+_NOT_ASCII = re.compile("[^\\x00-\\x7f\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]+")
 
 # A template may quote a message in its error; the status line has room for little.
 MAX_REASON = 400
+
+
+class TemplateTimeError(InvalidArgumentError):
+    """A rendering went beyond its time; with more it might end."""
 
 
 class ChatTemplate:
@@ -31,26 +45,36 @@ class ChatTemplate:
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._sandbox = _sandbox()
         try:
-            self._template = _environment().from_string(source)
+            self._code = self._sandbox.compile_bounded(source)
+            self.knows_no_content = _asks_for_no_content(self._sandbox.parse(source))
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        max_ns: int = MAX_NS,
     ) -> str:
-        """InvalidArgumentError, with the template's own words, when it refuses the messages."""
+        """InvalidArgumentError, with the template's own words, when it refuses the messages.
+
+        That holds too when it works or writes without end; TemplateTimeError when it went beyond
+        max_ns of its thread's time.
+        """
         known = self._special_tokens | {"tools": None, "documents": None}
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        size = count_chars(messages) + count_chars(variables)
+        budget = Budget(BASE_BYTES + BYTES_PER_CHAR * size, max_ns)
         try:
-            return self._template.render(
-                known
-                | dict(variables)
-                | {"messages": messages, "add_generation_prompt": add_generation_prompt}
-            )
+            return self._sandbox.run(self._code, budget, known | dict(variables) | own)
+        except TemplateLimitError as error:
+            in_time = not isinstance(error, TemplateTimeoutError)
+            kind = InvalidArgumentError if in_time else TemplateTimeError
+            raise kind("chat", f"the chat template works on it without end: {error}") from None
         except Exception as error:  # a template can fail in any way, always by its input
             reason = str(error) or type(error).__name__
             raise InvalidArgumentError(
@@ -68,17 +92,39 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _sandbox() -> Sandbox:
+    sandbox = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+    sandbox.add_filter("tojson", _to_json)
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = _strftime_now
+    return sandbox
 
 
+def _asks_for_no_content(template: nodes.Template) -> bool:
+    """Whether the template tests if a message's content is none."""
+    for test in template.find_all(nodes.Test):
+        match test:
+            case nodes.Test(name="none", node=nodes.Getattr(attr="content")):
+                return True
+            case nodes.Test(name="none", node=nodes.Getitem(arg=nodes.Const(value="content"))):
+                return True
+    return False
+
+
+def count_chars(value: Any) -> int:
+    """Of all strings in a JSON value, keys too; what else there is counts as one."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(count_chars(key) + count_chars(item) for key, item in value.items())
+    return sum(map(count_chars, value)) if isinstance(value, list | tuple) else 1
+
+
+@jinja2.pass_environment
 def _to_json(
+    environment: Sandbox,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -86,9 +132,20 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike jinja2's own: no HTML escapes."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    depth = environment.budget.depth(value)
+    for what in (indent, *(separators or ())):
+        if (len(what) if isinstance(what, str) else what or 0) > MAX_INDENT:
+            raise jinja2.TemplateRuntimeError(f"indents and separators are at most {MAX_INDENT}")
+    if indent is not None:
+        environment.budget.take(environment.budget.weigh(value) * MAX_INDENT * depth)
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -96,6 +153,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > MAX_DATE_FORM:
+        raise jinja2.TemplateError(f"a date's form has at most {MAX_DATE_FORM} characters")
     return datetime.now().strftime(form)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from .chat_template import ChatTemplate, TypedText, control_pattern
+from .chat_output import END_THINK, THINK
+from .chat_template import MAX_NS, ChatTemplate, TemplateTimeError, TypedText, control_pattern
+from .chat_values import chat_values, check_chat, num_json_chars
 from .errors import InvalidArgumentError
-from .generate_call import ChatInput, ChatMessage, IdsInput, Input, TextInput
+from .generate_call import ChatInput, IdsInput, Input, TextInput
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -22,7 +24,25 @@ MESSAGE_CHARS = 64
 # Tokenizing takes about 100 bytes of memory a character: big texts are read one at a time.
 BIG_CHARS = 1 << 18
 MAX_CHARS = 1 << 23
-SERVER_VARIABLES = ("messages", "add_generation_prompt")
+# Of a rendering's time, before it must wait until it is the only one that takes longer: on the
+# event loop, and in a thread.
+FIRST_INLINE_NS = 10_000_000
+FIRST_THREAD_NS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """opens_reasoning: a chat's markup ends with <think>; the answer goes on from inside it."""
+
+    token_ids: Sequence[int]
+    opens_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    text: str
+    token_ids: list[int]
+    opens_reasoning: bool
 
 
 class PromptReader:
@@ -34,16 +54,19 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
-        self._controls = control_pattern(tokenizer.control_texts)
+        # What stands for reasoning is markup too where the tokenizer has no token for it.
+        think = {THINK, END_THINK} if template and END_THINK in template.source else set[str]()
+        self._controls = control_pattern(tokenizer.control_texts | think)
         self._special = control_pattern(tokenizer.special_texts)
         self._one_big = asyncio.Semaphore(1)
 
-    async def prompt(self, source: Input, max_tokens: int) -> Sequence[int]:
-        """Prompt ids, at least one and at most max_tokens, all in the vocabulary.
+    async def prompt(self, source: Input, max_tokens: int) -> Prompt:
+        """A prompt's ids, at least one and at most max_tokens, all in the vocabulary.
 
         InvalidArgumentError names the field, the value and the limit.
         """
         found: Sequence[int]
+        opens_reasoning = False
         match source:
             case IdsInput(found):
                 field = "token_ids.ids"
@@ -52,8 +75,8 @@ class PromptReader:
                 self._refuse_huge(text, max_tokens, "text")
                 found, field = await self.tokenize(text, parse), "text"
             case ChatInput():
-                _, found = await self.render_chat(source, max_tokens)
-                field = "chat"
+                chat = await self._read_chat(source, max_tokens)
+                found, field, opens_reasoning = chat.token_ids, "chat", chat.opens_reasoning
         if not found:
             raise InvalidArgumentError(field, "is empty; a prompt has at least one token")
         if len(found) > max_tokens:
@@ -62,7 +85,7 @@ class PromptReader:
                 f"the prompt has {len(found)} tokens; the context of {max_tokens + 1} leaves room "
                 f"for {max_tokens} and one generated token",
             )
-        return found
+        return Prompt(found, opens_reasoning)
 
     async def tokenize(self, text: str, parse_control_tokens: bool) -> list[int]:
         """Ids of a raw text, with the checkpoint's frame around it."""
@@ -76,32 +99,39 @@ class PromptReader:
         self.check_ids(ids, "text")
         return ids
 
-    async def render_chat(
-        self, chat: ChatInput, max_tokens: int | None = None
-    ) -> tuple[str, list[int]]:
-        """The prompt text of a chat, and its ids: markup as control ids, typed text as plain ones.
+    async def render_chat(self, chat: ChatInput) -> tuple[str, list[int]]:
+        """A chat as prompt text, and its ids: markup as control ids, typed text as plain ones."""
+        read = await self._read_chat(chat)
+        return read.text, read.token_ids
 
-        max_tokens: lets a text far beyond it be refused before the work.
-        """
+    async def _read_chat(self, chat: ChatInput, max_tokens: int | None = None) -> _Chat:
+        """max_tokens: lets a text far beyond it be refused before the work."""
         if not chat.messages:
             raise InvalidArgumentError("chat.messages", "is empty; at least one message is needed")
         if self._template is None:
             raise InvalidArgumentError(
                 "chat", "this checkpoint has no chat template; send text or token_ids"
             )
-        variables = _variables(chat.template_kwargs_json)
+        check_chat(chat)
         content = "".join(message.content or "" for message in chat.messages)
         if max_tokens is not None:
             self._refuse_huge(content, max_tokens, "chat.messages")
-        typed = len(content) + sum(len(message.role) for message in chat.messages)
+        typed = len(content) + _num_other_chars(chat)
         _check_chars(typed, "chat.messages")
-        size = typed + MESSAGE_CHARS * len(chat.messages) + len(chat.template_kwargs_json)
+        num_parts = len(chat.messages) + len(chat.tools)
+        num_parts += sum(len(message.tool_calls) for message in chat.messages)
+        size = typed + MESSAGE_CHARS * num_parts + num_json_chars(chat)
+        first_ns = FIRST_INLINE_NS if size <= INLINE_CHARS else FIRST_THREAD_NS
+        first_ns = first_ns if size <= BIG_CHARS else MAX_NS
         try:
-            text, ids = await self._in_thread_if_big(size, lambda: self._render(chat, variables))
-        except RecursionError:
-            raise InvalidArgumentError("chat.template_kwargs_json", "is nested too deep") from None
-        self.check_ids(ids, "chat")
-        return text, ids
+            found = await self._in_thread_if_big(size, lambda: self._render(chat, first_ns))
+        except TemplateTimeError:
+            if first_ns == MAX_NS:
+                raise
+            async with self._one_big:
+                found = await asyncio.to_thread(self._render, chat, MAX_NS)
+        self.check_ids(found.token_ids, "chat")
+        return found
 
     async def decode(self, token_ids: tuple[int, ...], keep_control_tokens: bool) -> str:
         self.check_ids(token_ids, "token_ids")
@@ -119,29 +149,35 @@ class PromptReader:
                 f"token id {ids[place]} is outside the vocabulary, below {self._vocab_size}",
             )
 
-    def _render(self, chat: ChatInput, variables: dict[str, Any]) -> tuple[str, list[int]]:
+    def _render(self, chat: ChatInput, max_ns: int) -> _Chat:
         assert self._template is not None
-        strings = [self._template.source, *_strings(variables)]
-        strings += [text for m in chat.messages for text in (m.role, m.content or "")]
-        typed = TypedText(strings)
+        values = chat_values(chat, self._template.knows_no_content)
+        typed = TypedText(_strings([self._template.source, values.messages, values.variables]))
         rendered = self._template.render(
-            [self._hidden(message, typed) for message in chat.messages],
+            [self._hidden(message, typed) for message in values.messages],
             add_generation_prompt=chat.add_generation_prompt,
-            variables=_mapped(variables, lambda text: self._hide(text, typed, self._controls)),
+            variables=_mapped(
+                values.variables, lambda text: self._hide(text, typed, self._controls)
+            ),
+            max_ns=max_ns,
         )
         _check_chars(len(rendered), "chat")
+        # Typed text is still hidden here, and cannot open reasoning.
+        opens_reasoning = rendered.rstrip().endswith(THINK)
         pieces = typed.pieces(rendered)
         ids: list[int] = []
         for text, is_typed in pieces:
             ids += self._tokenizer.encode(text, parse_control_tokens=not is_typed)
-        return "".join(text for text, _ in pieces), ids
+        return _Chat("".join(text for text, _ in pieces), ids, opens_reasoning)
 
-    def _hidden(self, message: ChatMessage, typed: TypedText) -> dict[str, str]:
+    def _hidden(self, message: dict[str, Any], typed: TypedText) -> dict[str, Any]:
         # An assistant's turn may hold markup it made itself, such as <think>, which templates read.
-        controls = self._special if message.role == "assistant" else self._controls
+        own = self._special if message["role"] == "assistant" else self._controls
         return {
-            "role": self._hide(message.role, typed, self._controls),
-            "content": self._hide(message.content or "", typed, controls),
+            key: self._hide(value, typed, own)
+            if key == "content" and value is not None
+            else _mapped(value, lambda text: self._hide(text, typed, self._controls))
+            for key, value in message.items()
         }
 
     def _hide(self, text: str, typed: TypedText, controls: re.Pattern[str] | None) -> str:
@@ -174,27 +210,14 @@ def _check_chars(count: int, field: str) -> None:
         raise InvalidArgumentError(field, f"{count} characters; at most {MAX_CHARS} are accepted")
 
 
-def _variables(text: str) -> dict[str, Any]:
-    """The object in template_kwargs_json; InvalidArgumentError when it is none."""
-    field = "chat.template_kwargs_json"
-    if not text:
-        return {}
-    try:
-        values = json.loads(text, parse_constant=_refuse_constant)
-        # Escapes can spell half of a surrogate pair, which is no text.
-        json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(field, f"not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidArgumentError(field, f"holds a {type(values).__name__}; an object is needed")
-    for name in SERVER_VARIABLES:
-        if name in values:
-            raise InvalidArgumentError(field, f"{name} is set by the server; leave it out")
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def _num_other_chars(chat: ChatInput) -> int:
+    """Of what is typed besides content and JSON."""
+    messages = sum(
+        sum(map(len, (m.role, m.tool_call_id or "", m.name or "", m.reasoning_content or "")))
+        + sum(len(call.id) + len(call.name) for call in m.tool_calls)
+        for m in chat.messages
+    )
+    return messages + sum(len(tool.name) + len(tool.description or "") for tool in chat.tools)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

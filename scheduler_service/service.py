@@ -353,8 +353,8 @@ class InferenceService:
         arrival_ns = self.engine.now_ns()
         limits = self.limits()
         check_call(call, limits)
-        ids = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
-        requests = make_requests(call, ids, limits, arrival_ns, deadline_ns)
+        prompt = await self.model.reader.prompt(call.prompt, limits.max_seq_len - 1)
+        requests = make_requests(call, prompt.token_ids, limits, arrival_ns, deadline_ns)
         if is_whole:
             check_fits(requests)
         if call.constraint is not None:

@@ -41,7 +41,7 @@ async def test_golden_prompts(demo):
             text, ids = await demo.reader.render_chat(chat(("user", case["prompt"])))
             assert text == case["rendered"]
         else:
-            ids = await demo.reader.prompt(TextInput(case["prompt"]), 1000)
+            ids = (await demo.reader.prompt(TextInput(case["prompt"]), 1000)).token_ids
         assert ids == case["prompt_token_ids"]
         assert demo.tokenizer.decode(case["token_ids"]) == case["text"]
 
@@ -138,7 +138,7 @@ async def test_absent_content_renders_as_nothing(model):
 @pytest.mark.parametrize("size", [10, INLINE_CHARS + 1])
 async def test_big_and_small_texts_alike(model, size):
     text = ("hello world " * size)[:size]
-    ids = await model.reader.prompt(TextInput(text), size)
+    ids = (await model.reader.prompt(TextInput(text), size)).token_ids
     assert ids == model.tokenizer.encode(text)
     assert await model.reader.decode(tuple(ids), False) == text
 
@@ -179,7 +179,7 @@ async def test_what_is_refused(model, source, field, words):
 
 async def test_the_longest_prompt_that_fits(model):
     ids = (511,) * 10
-    assert await model.reader.prompt(IdsInput(ids), 10) is ids, "copied"
+    assert (await model.reader.prompt(IdsInput(ids), 10)).token_ids is ids, "copied"
 
 
 async def test_without_a_template_chat_is_refused(tmp_path):
