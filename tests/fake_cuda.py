@@ -208,7 +208,8 @@ class CudaOps:
         if flags & FREQUENCY:
             x = np.where(count != 0, x - frequency * count.astype(np.float32) - presence, x)
         if flags & BIASED:
-            x = x + adjust.bias[row].numpy()
+            bias = adjust.bias[row].numpy()
+            x = np.where(bias != 0, x + bias, x)
         if flags & MIN_LEN and length < adjust.min_len[row]:
             x = np.where(_bits(table.end_ids[row], len(x)), np.float32(-np.inf), x)
         if flags & MASKED:

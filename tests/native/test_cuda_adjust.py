@@ -200,6 +200,7 @@ def test_each_step_counts_its_token(cuda_ops: Any, generator: torch.Generator) -
     rows = random_rows(32, vocab, generator)
     rows.flags.fill_(FREQUENCY | REPETITION)
     rows.counts.zero_()
+    rows.ends.zero_()
     table = Table(cuda_ops, rows)
     drawn = torch.zeros(32, vocab, dtype=torch.int32)
     tokens = rows.last_token.tolist()
