@@ -80,7 +80,7 @@ def test_the_gpu_serves(server: Server) -> None:
     (worker,) = server.stub.GetServerInfo(pb.GetServerInfoRequest()).workers
     assert worker.device.startswith(DEVICE)
     assert (worker.weight_dtype, worker.kv_dtype) == ("bfloat16", "bfloat16")
-    assert len(worker.self_tests) == 3
+    assert len(worker.self_tests) == 4
     assert all(test.passed for test in worker.self_tests), worker.self_tests
 
 
