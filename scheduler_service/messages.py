@@ -12,6 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from slotwise.v1 import inference_pb2 as pb
 
+from .answers import End, Update
 from .engine_types import EngineInfo, Load
 from .errors import InvalidArgumentError
 from .generate_call import (
@@ -28,7 +29,7 @@ from .generate_call import (
 from .logprobs import TokenLogprob, TokenLogprobs
 from .model_files import ModelInfo
 from .request import FinishReason
-from .service import End, Generation, Rejections, Update
+from .service import Generation, Rejections
 from .slots import SlotView
 from .validation import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS
 

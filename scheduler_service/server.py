@@ -150,7 +150,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _model_info(self) -> pb.GetModelInfoResponse:
         model = self._service.model
-        return messages.model_info(model.info, model.output_format, self._service.engine.info())
+        return messages.model_info(
+            model.info, model.output_format_name, self._service.engine.info()
+        )
 
     async def _server_info(self) -> pb.GetServerInfoResponse:
         info = self._service.engine.info()

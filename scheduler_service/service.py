@@ -5,41 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from .chat_output import OutputParser, OutputPiece, ToolCallPiece
+from .answers import Answer, Update
+from .chat_output import OutputFormat, find_format
 from .chat_template import ChatTemplate
 from .constraints import Constraints
-from .detokenizer import TokenBytes
 from .engine import Engine
 from .errors import (
-    ConstraintError,
-    CorruptedError,
-    DeadlineError,
     DuplicateRequestError,
     InvalidArgumentError,
     QueueFullError,
-    SlotwiseError,
     UnavailableError,
     UnknownRequestError,
 )
-from .generate_call import GenerateCall
+from .generate_call import ChatInput, GenerateCall
 from .json_file import ModelFilesError
-from .logprobs import TokenLogprobs, describe
 from .model_files import ModelInfo, read_model_info
-from .prompts import PromptReader
+from .prompts import Prompt, PromptReader
 from .request import (
     Event,
-    FinishedEvent,
     FinishReason,
     PromptLogprobsEvent,
     Request,
-    TokenEvent,
 )
 from .request_stream import RequestStream
-from .text_stream import TextDelta, TextStream
+from .text_stream import TextStream
 from .tokenizer import Tokenizer
 from .validation import ModelLimits, check_call, check_fits, make_requests, text_options
 
@@ -47,140 +40,6 @@ from .validation import ModelLimits, check_call, check_fits, make_requests, text
 PROMPT_PART = 128
 # A client's clock starts before ours: it gives up at its deadline, a little before we reach it.
 DEADLINE_SLACK_NS = 100_000_000
-# By FinishedEvent.status; what is not here is a fault of the model.
-_ERRORS: dict[str, type[SlotwiseError]] = {
-    "UNAVAILABLE": UnavailableError,
-    "FAILED_PRECONDITION": ConstraintError,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How an answer ended, when not by an error."""
-
-    event: FinishedEvent
-    matched_stop: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What is new of an answer; `end` on its last one.
-
-    `index`: which answer. first_token_index counts generated tokens, first_prompt_index those of
-    the prompt. `logprobs`: one for each token where they were asked for.
-    """
-
-    index: int
-    first_token_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallPiece, ...] = ()
-    first_prompt_index: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    end: End | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing for a delta."""
-        return not (self.token_ids or self.text or self.reasoning or self.tool_calls)
-
-
-class Answer:
-    """One answer to a call: its request, and its text as it comes."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        request: Request,
-        text: TextStream,
-        tokens: TokenBytes,
-        parser: OutputParser | None,
-    ) -> None:
-        """`parser`: tells reasoning and tool calls apart from the text."""
-        self.request = request
-        self.has_ended = False
-        self._engine = engine
-        self._text = text
-        self._tokens = tokens
-        self._parser = parser
-
-    def update(self, events: Sequence[Event]) -> Update:
-        """Joins events.
-
-        DeadlineError, UnavailableError, ConstraintError or CorruptedError when that is how the
-        request ended.
-        """
-        first = self._text.num_tokens
-        ids: list[int] = []
-        texts: list[str] = []
-        logprobs: list[TokenLogprobs] = []
-        first_prompt_index, prompt_logprobs = 0, tuple[TokenLogprobs, ...]()
-        end = None
-        for event in events:
-            match event:
-                case TokenEvent():
-                    delta = self._push(event)
-                    ids += delta.token_ids
-                    texts.append(delta.text)
-                    wanted = event.logprobs[: len(delta.token_ids)]
-                    logprobs += describe(delta.token_ids, wanted, self._tokens) if wanted else ()
-                case PromptLogprobsEvent():
-                    first_prompt_index = first_prompt_index or event.first_index
-                    prompt_logprobs += self._of_prompt(event)
-                case FinishedEvent():
-                    self.has_ended = True
-                    end = self._end(event)
-                    texts.append(self._text.finish())
-        piece = self._parsed("".join(texts), end is not None)
-        return Update(
-            self.request.choice_index,
-            first,
-            tuple(ids),
-            piece.text,
-            tuple(logprobs),
-            piece.reasoning,
-            piece.tool_calls,
-            first_prompt_index,
-            prompt_logprobs,
-            end,
-        )
-
-    def _parsed(self, text: str, is_last: bool) -> OutputPiece:
-        if self._parser is None:
-            return OutputPiece(text)
-        piece = self._parser.push(text)
-        return piece + self._parser.finish() if is_last else piece
-
-    def _of_prompt(self, event: PromptLogprobsEvent) -> tuple[TokenLogprobs, ...]:
-        begin = event.first_index
-        ids = self.request.prompt_token_ids[begin : begin + len(event.logprobs)]
-        return describe(ids, event.logprobs, self._tokens)
-
-    def _push(self, event: TokenEvent) -> TextDelta:
-        running = self._text.matched_stop is None
-        delta = self._text.push(event.token_ids)
-        if running and self._text.matched_stop is not None:
-            self._engine.stop_request(self.request.request_id, self._text.num_tokens)
-        return delta
-
-    def _end(self, event: FinishedEvent) -> End:
-        if self._text.matched_stop is not None:
-            # Whatever ended it since: the caller's answer was complete at the stop string.
-            event = replace(
-                event,
-                reason=FinishReason.STOP,
-                num_generated_tokens=self._text.num_tokens,
-                matched_token_id=None,
-            )
-            return End(event, self._text.matched_stop)
-        match event.reason:
-            case FinishReason.DEADLINE:
-                raise DeadlineError(event.message or "the request's deadline passed")
-            case FinishReason.ERROR:
-                raise _ERRORS.get(event.status, CorruptedError)(event.message)
-        return End(event, None)
 
 
 class Generation:
@@ -271,8 +130,12 @@ class Model:
     tokenizer: Tokenizer
     reader: PromptReader
     constraints: Constraints
-    # Name of what parse_output tells apart, "" for nothing.
-    output_format: str = ""
+    # What parse_output tells apart; None: nothing is known of the model's format.
+    output_format: OutputFormat | None = None
+
+    @property
+    def output_format_name(self) -> str:
+        return self.output_format.name if self.output_format else ""
 
 
 def load_model(folder: Path, served_name: str) -> Model:
@@ -280,11 +143,14 @@ def load_model(folder: Path, served_name: str) -> Model:
     tokenizer_path = folder / "tokenizer.json"
     tokenizer = Tokenizer(tokenizer_path)
     info = read_model_info(folder, served_name, tokenizer.token_id)
-    template = None
-    if info.chat_template is not None:
-        template = ChatTemplate(info.chat_template, info.special_tokens)
+    constraints = Constraints.load(tokenizer_path, info.vocab_size)
+    if info.chat_template is None:
+        reader = PromptReader(tokenizer, None, info.vocab_size)
+        return Model(info, tokenizer, reader, constraints)
+    template = ChatTemplate(info.chat_template, info.special_tokens)
     reader = PromptReader(tokenizer, template, info.vocab_size)
-    return Model(info, tokenizer, reader, Constraints.load(tokenizer_path, info.vocab_size))
+    output_format = find_format(info.chat_template, tokenizer)
+    return Model(info, tokenizer, reader, constraints, output_format)
 
 
 @dataclass(slots=True)
@@ -338,7 +204,7 @@ class InferenceService:
             max_seq_len=geometry.max_seq_len,
             end_token_ids=frozenset(info.end_token_ids),
             default_sampling=info.default_sampling,
-            output_format=self.model.output_format,
+            output_format=self.model.output_format_name,
         )
 
     async def begin(
@@ -361,12 +227,16 @@ class InferenceService:
             await self.model.constraints.constrain(
                 call.constraint, requests, at_text_start=call.is_chat
             )
-        answers = [self._answer(call, request) for request in requests]
+        answers = [self._answer(call, request, prompt) for request in requests]
         return Generation(self.engine, answers, self.engine.submit(requests))
 
-    def _answer(self, call: GenerateCall, request: Request) -> Answer:
+    def _answer(self, call: GenerateCall, request: Request, prompt: Prompt) -> Answer:
+        parser = None
+        if call.parse_output and self.model.output_format and isinstance(call.prompt, ChatInput):
+            tools = call.prompt.tools
+            parser = self.model.output_format.parser(prompt.opens_reasoning, tools)
         tokenizer = self.model.tokenizer
         text = TextStream(
             tokenizer.detokenizer(at_text_start=call.is_chat), text_options(call, request)
         )
-        return Answer(self.engine, request, text, tokenizer.tokens, None)
+        return Answer(self.engine, request, text, tokenizer.tokens, parser)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from scheduler_service import messages
+from scheduler_service.answers import End, Update
 from scheduler_service.chat_output import ToolCallPiece
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.generate_call import ChatInput, ChatMessage, IdsInput, TextInput
 from scheduler_service.logprobs import TokenLogprob, TokenLogprobs
 from scheduler_service.request import FinishedEvent, FinishReason
-from scheduler_service.service import End, Update
 from slotwise.v1 import inference_pb2 as pb
 
 

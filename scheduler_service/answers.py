@@ -1,0 +1,162 @@
+"""One answer to a call: its events to what its caller sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .chat_output import OutputParser, OutputPiece, ToolCallPiece
+from .detokenizer import TokenBytes
+from .engine import Engine
+from .errors import (
+    ConstraintError,
+    CorruptedError,
+    DeadlineError,
+    SlotwiseError,
+    UnavailableError,
+)
+from .logprobs import TokenLogprobs, describe
+from .request import (
+    Event,
+    FinishedEvent,
+    FinishReason,
+    PromptLogprobsEvent,
+    Request,
+    TokenEvent,
+)
+from .text_stream import TextDelta, TextStream
+
+# By FinishedEvent.status; what is not here is a fault of the model.
+_ERRORS: dict[str, type[SlotwiseError]] = {
+    "UNAVAILABLE": UnavailableError,
+    "FAILED_PRECONDITION": ConstraintError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an answer ended, when not by an error."""
+
+    event: FinishedEvent
+    matched_stop: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is new of an answer; `end` on its last one.
+
+    `index`: which answer. first_token_index counts generated tokens, first_prompt_index those of
+    the prompt. `logprobs`: one for each token where they were asked for.
+    """
+
+    index: int
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    first_prompt_index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    end: End | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing for a delta."""
+        return not (self.token_ids or self.text or self.reasoning or self.tool_calls)
+
+
+class Answer:
+    """One answer to a call: its request, and its text as it comes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        text: TextStream,
+        tokens: TokenBytes,
+        parser: OutputParser | None,
+    ) -> None:
+        """`parser`: tells reasoning and tool calls apart from the text."""
+        self.request = request
+        self.has_ended = False
+        self._engine = engine
+        self._text = text
+        self._tokens = tokens
+        self._parser = parser
+
+    def update(self, events: Sequence[Event]) -> Update:
+        """Joins events.
+
+        DeadlineError, UnavailableError, ConstraintError or CorruptedError when that is how the
+        request ended.
+        """
+        first = self._text.num_tokens
+        ids: list[int] = []
+        texts: list[str] = []
+        logprobs: list[TokenLogprobs] = []
+        first_prompt_index, prompt_logprobs = 0, tuple[TokenLogprobs, ...]()
+        end = None
+        for event in events:
+            match event:
+                case TokenEvent():
+                    delta = self._push(event)
+                    ids += delta.token_ids
+                    texts.append(delta.text)
+                    wanted = event.logprobs[: len(delta.token_ids)]
+                    logprobs += describe(delta.token_ids, wanted, self._tokens) if wanted else ()
+                case PromptLogprobsEvent():
+                    first_prompt_index = first_prompt_index or event.first_index
+                    prompt_logprobs += self._of_prompt(event)
+                case FinishedEvent():
+                    self.has_ended = True
+                    end = self._end(event)
+                    texts.append(self._text.finish())
+        piece = self._parsed("".join(texts), end is not None)
+        return Update(
+            self.request.choice_index,
+            first,
+            tuple(ids),
+            piece.text,
+            tuple(logprobs),
+            piece.reasoning,
+            piece.tool_calls,
+            first_prompt_index,
+            prompt_logprobs,
+            end,
+        )
+
+    def _parsed(self, text: str, is_last: bool) -> OutputPiece:
+        if self._parser is None:
+            return OutputPiece(text)
+        piece = self._parser.push(text)
+        return piece + self._parser.finish() if is_last else piece
+
+    def _of_prompt(self, event: PromptLogprobsEvent) -> tuple[TokenLogprobs, ...]:
+        begin = event.first_index
+        ids = self.request.prompt_token_ids[begin : begin + len(event.logprobs)]
+        return describe(ids, event.logprobs, self._tokens)
+
+    def _push(self, event: TokenEvent) -> TextDelta:
+        running = self._text.matched_stop is None
+        delta = self._text.push(event.token_ids)
+        if running and self._text.matched_stop is not None:
+            self._engine.stop_request(self.request.request_id, self._text.num_tokens)
+        return delta
+
+    def _end(self, event: FinishedEvent) -> End:
+        if self._text.matched_stop is not None:
+            # Whatever ended it since: the caller's answer was complete at the stop string.
+            event = replace(
+                event,
+                reason=FinishReason.STOP,
+                num_generated_tokens=self._text.num_tokens,
+                matched_token_id=None,
+            )
+            return End(event, self._text.matched_stop)
+        match event.reason:
+            case FinishReason.DEADLINE:
+                raise DeadlineError(event.message or "the request's deadline passed")
+            case FinishReason.ERROR:
+                raise _ERRORS.get(event.status, CorruptedError)(event.message)
+        return End(event, None)
