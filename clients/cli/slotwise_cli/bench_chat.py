@@ -316,7 +316,10 @@ def _show_conversations(part: dict[str, Any], output: Output) -> None:
     for mine, its in zip(part["together"]["turns"], part["alone"]["turns"], strict=True):
         table.add_row(str(mine["turn"]), *_cells(mine), *_cells(its)[1:])
     how = "at once" if part["at_once"] else "one after another"
-    output.line(f"{part['conversations']} conversations, {how} in each turn, and one alone:")
+    output.line(
+        f"{part['conversations']} conversations, {how} in each turn, and one alone; "
+        "tokens per prompt:"
+    )
     output.table(table)
     for name, of in (("hit_rate", "of all turns"), ("later_hit_rate", "from the second turn on")):
         mine, its = part["together"][name], part["alone"][name]
