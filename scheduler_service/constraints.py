@@ -15,6 +15,12 @@ from .request import Request
 
 # A compilation may take a second: what others need threads for goes on meanwhile.
 _MAX_AT_ONCE = 2
+# Why no token can come first, by whether the output is complete before it.
+_NOTHING = {
+    True: "only an empty output is possible, and nothing may end it; unset ignore_eos and "
+    "min_new_tokens, or loosen it",
+    False: "no token of this model can begin such an output; loosen it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,5 +64,7 @@ def _constrain(
         )
     assert requests[0].constraint is not None
     first_mask = requests[0].constraint.advance(())
+    if first_mask.allowed is None:
+        raise InvalidArgumentError(spec.kind, _NOTHING[first_mask.is_complete])
     for request in requests:
         request.first_mask = first_mask

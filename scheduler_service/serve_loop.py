@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from .errors import GroupError, WorkerLostError
+from .errors import ConstraintError, GroupError, WorkerLostError
 from .mask_runner import MaskRunner
-from .request import Event, FinishReason, Mask, Request, TokenEvent
+from .request import Event, FinishedEvent, FinishReason, Mask, Request, TokenEvent
 from .scheduler import Scheduler
 from .step import ResultError
 from .worker_group import WorkerGroup
@@ -156,12 +156,21 @@ class ServeLoop:
         if isinstance(mask, Mask):
             self._tell(self.scheduler.set_mask(request.request_id, num_generated, mask, now_ns))
         else:
-            _log.error("a constraint failed", exc_info=mask)
-            message = f"the output's constraint could not be followed: {mask}"
-            error = FinishReason.ERROR
-            end = self.scheduler.cancel(request.request_id, error, now_ns, message, "INTERNAL")
-            self._tell([end])
+            self._tell([self._failed_constraint(request, mask, now_ns)])
         self.pump_soon()
+
+    def _failed_constraint(
+        self, request: Request, cause: BaseException, now_ns: int
+    ) -> FinishedEvent:
+        status, message = "INTERNAL", f"the output's constraint could not be followed: {cause}"
+        if isinstance(cause, ConstraintError):
+            # The caller's grammar, not our code.
+            status, message = cause.status, str(cause)
+        else:
+            _log.error("a constraint failed", exc_info=cause)
+        return self.scheduler.cancel(
+            request.request_id, FinishReason.ERROR, now_ns, message, status
+        )
 
     def _pump_now(self) -> None:
         self._pump_is_due = False

@@ -234,7 +234,9 @@ class InferenceService:
         parser = None
         if call.parse_output and self.model.output_format and isinstance(call.prompt, ChatInput):
             tools = call.prompt.tools
-            parser = self.model.output_format.parser(prompt.opens_reasoning, tools)
+            # A constraint is on the output from its first token on: no reasoning comes before.
+            opens_reasoning = prompt.opens_reasoning and call.constraint is None
+            parser = self.model.output_format.parser(opens_reasoning, tools)
         tokenizer = self.model.tokenizer
         text = TextStream(
             tokenizer.detokenizer(at_text_start=call.is_chat), text_options(call, request)

@@ -15,6 +15,7 @@ from fakes import FakeConstraint, FakeWorkerServer, logprobs_alone, tokens_alone
 from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig, EngineFailedError, EngineState
 from scheduler_service.errors import (
+    ConstraintError,
     DuplicateRequestError,
     QueueFullError,
     UnavailableError,
@@ -647,19 +648,35 @@ async def read_from(stream, head):
 class BrokenConstraint(FakeConstraint):
     def advance(self, token_ids):
         if token_ids:
-            raise ArithmeticError("out of fuel")
+            raise self.cause
         return super().advance(token_ids)
 
 
-async def test_a_constraint_that_fails_ends_its_request_only(tmp_path):
+@pytest.mark.parametrize(
+    ("cause", "status", "message"),
+    [
+        (
+            ArithmeticError("out of fuel"),
+            "INTERNAL",
+            "the output's constraint could not be followed: out of fuel",
+        ),
+        (ConstraintError("too complex"), "FAILED_PRECONDITION", "too complex"),
+    ],
+)
+async def test_a_constraint_that_fails_ends_its_request_only(
+    tmp_path, caplog, cause, status, message
+):
+    """Only our own faults are logged: what a caller's grammar does must not fill the log."""
     async with running(tmp_path) as rig:
-        broken = constrained("broken", BrokenConstraint(9, 1000), max_new_tokens=9)
+        constraint = BrokenConstraint(9, 1000)
+        constraint.cause = cause
+        broken = constrained("broken", constraint, max_new_tokens=9)
         other = make_request("other", (3,), 50)
         streams = [rig.engine.submit([request]) for request in (broken, other)]
         tokens, end = await read(streams[0])
         assert len(tokens) == 1
-        assert (end.reason, end.status) == (FinishReason.ERROR, "INTERNAL")
-        assert end.message == "the output's constraint could not be followed: out of fuel"
+        assert (end.reason, end.status, end.message) == (FinishReason.ERROR, status, message)
+        assert ("a constraint failed" in caplog.text) == (status == "INTERNAL")
         assert (await read(streams[1]))[0] == tokens_alone(other)
         assert rig.states == [EngineState.READY]
 

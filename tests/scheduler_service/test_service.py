@@ -327,6 +327,10 @@ async def test_constraints_are_compiled_for_each_answer(service, engine, model):
 async def test_a_constraint_that_cannot_be(service, engine, model):
     with pytest.raises(InvalidArgumentError, match=r"regex: .*unclosed"):
         await service.begin(call(constraint=ConstraintSpec("regex", "(")), None)
+    # The empty text fits, and nothing may end it.
+    empty = call(constraint=ConstraintSpec("regex", "a{0}"), ignore_eos=True)
+    with pytest.raises(InvalidArgumentError, match=r"regex: only an empty output .* ignore_eos"):
+        await service.begin(empty, None)
     without = replace(model, constraints=Constraints(None, "no such decoder"))
     with pytest.raises(InvalidArgumentError, match="no such decoder"):
         await InferenceService(without, engine).begin(
