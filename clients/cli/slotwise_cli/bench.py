@@ -71,7 +71,9 @@ def ladder(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     new_tokens: Annotated[int, typer.Option("--output-tokens", "--new-tokens", min=2)] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 3,
-    server: Annotated[str | None, typer.Option(help="Measure this running server.")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Measure this running server, flushing its prefix cache.")
+    ] = None,
     in_process: Annotated[bool, typer.Option(help="Also the engine without gRPC.")] = True,
     peer: Annotated[str | None, typer.Option(help="Also `transformers`, float32, n=1.")] = None,
     bandwidth: BandwidthOption = None,

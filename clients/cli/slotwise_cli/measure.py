@@ -82,11 +82,12 @@ class Run:
 
 
 async def run_once(client: AsyncClient, prompts: Prompts, new_tokens: int) -> Run:
-    """Send all prompts at once and wait for all answers.
+    """Send all prompts at once and wait for all answers; the prefix cache is flushed before.
 
     `prefill_share` is the part of the workers' step time in steps that held a prefill chunk; it is
     that of the server, so nothing else should run there.
     """
+    await client.flush_cache(timeout=60)
     before = await client.load(timeout=60)
     requests = (_follow(client, prompt, new_tokens) for prompt in prompts)
     timelines = await asyncio.gather(*requests)

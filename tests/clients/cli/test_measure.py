@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 from clients.scripted_server import WORDS
 
+from slotwise.v1 import inference_pb2 as pb
 from slotwise_cli.measure import Level, Run, Spread, Timeline, Work, percentile, run_once
-from slotwise_client import AsyncClient, ModelInfo, Sampling
+from slotwise_client import AsyncClient, ModelInfo
+from slotwise_client._protocol import mirror
 
 
 def timeline(sent: float, *arrivals: tuple[float, int]) -> Timeline:
@@ -72,19 +74,8 @@ def test_the_rate_by_difference_is_of_the_median_times():
 
 
 def test_prompts_are_of_the_length_distinct_and_repeatable():
-    model = ModelInfo(
-        name="m",
-        model_type="llama",
-        architectures=(),
-        vocab_size=50,
-        max_seq_len=100,
-        max_prompt_tokens=99,
-        end_token_ids=(2, 7),
-        bos_token_id=1,
-        has_chat_template=False,
-        default_sampling=Sampling(1.0, 1.0, 0, 0.0, None),
-        fingerprint="",
-    )
+    info = pb.GetModelInfoResponse(vocab_size=50, end_token_ids=[2, 7], bos_token_id=1)
+    model = mirror(ModelInfo, info)
     work = Work(prompt_tokens=40, new_tokens=2)
     prompts = work.prompts(model, 8, seed=3)
     assert prompts == work.prompts(model, 8, seed=3)
@@ -99,6 +90,8 @@ async def test_a_round_asks_for_fixed_work_of_each_prompt(served):
     async with AsyncClient(served.address) as client:
         run = await run_once(client, [[3, 4], [5, 6]], new_tokens=5)
     assert [timeline.num_tokens for timeline in run.timelines] == [len(WORDS)] * 2
+    # Nothing of a round before is found: the same prompts may come again.
+    assert served.script.requests[0].DESCRIPTOR.name == "FlushCacheRequest"
     sent = [r for r in served.script.requests if r.DESCRIPTOR.name == "GenerateRequest"]
     assert sorted(list(request.token_ids.ids) for request in sent) == [[3, 4], [5, 6]]
     assert all(request.ignore_eos and request.max_new_tokens == 5 for request in sent)
