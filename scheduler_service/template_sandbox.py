@@ -66,15 +66,21 @@ class TemplateTimeoutError(TemplateLimitError):
 
 
 class Budget:
-    """What one rendering may use: MAX_STEPS, time in its thread, and bytes."""
+    """What one rendering may use: bytes, time in its thread, and steps."""
 
     def __init__(
-        self, max_bytes: int, max_ns: int, clock: Callable[[], int] = time.thread_time_ns
+        self,
+        max_bytes: int,
+        max_ns: int,
+        *,
+        max_steps: int = MAX_STEPS,
+        clock: Callable[[], int] = time.thread_time_ns,
     ) -> None:
         self._max_bytes = max_bytes
         self._max_weight = max_bytes // 8
         self._bytes_left = max_bytes
-        self._steps_left = MAX_STEPS
+        self._max_steps = max_steps
+        self._steps_left = max_steps
         self._max_ns = max_ns
         self._clock = clock
         self._start_ns = clock()
@@ -86,7 +92,7 @@ class Budget:
         """Counts steps of about a microsecond."""
         self._steps_left -= steps
         if self._steps_left < 0:
-            raise TemplateLimitError(f"it takes more than {MAX_STEPS} steps")
+            raise TemplateLimitError(f"it takes more than {self._max_steps} steps")
         self._pass_time(steps)
 
     def walk(self, num_items: int) -> None:
@@ -113,6 +119,7 @@ class Budget:
     def weigh(self, value: Any) -> int:
         """About the characters of a value written out, each reference followed."""
         if isinstance(value, str | bytes):
+            self._pass_time(len(value) >> 12)
             return len(value)
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise TemplateLimitError(f"it makes whole numbers of more than {MAX_BITS} bits")
@@ -459,7 +466,7 @@ def _check_method(
     if isinstance(owner, list | tuple | dict):
         budget.weigh(owner)
         return args
-    if not isinstance(owner, str) or not hasattr(str, name):
+    if not isinstance(owner, str) or not hasattr(str, name) or name == "translate":
         kind = type(owner).__name__
         raise jinja2.TemplateRuntimeError(f"the method {name} of {kind} is not offered")
     if name == "join" and args:

@@ -4,7 +4,12 @@ import re
 
 import pytest
 
-from scheduler_service.chat_template import ChatTemplate, TypedText, control_pattern
+from scheduler_service.chat_template import (
+    ChatTemplate,
+    TemplateTimeError,
+    TypedText,
+    control_pattern,
+)
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.json_file import ModelFilesError
 
@@ -113,3 +118,60 @@ def test_when_every_private_use_character_is_taken():
 
 def test_no_control_tokens_no_pattern():
     assert control_pattern(()) is None
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' * 10 ** 10 }}", "{% for i in range(9) %}" * 9])
+def test_a_template_that_works_without_end_is_the_callers_error(source):
+    source += "{% endfor %}" * source.count("{% for")
+    with pytest.raises(InvalidArgumentError, match="chat: the chat template works on it without"):
+        render(source)
+
+
+def test_a_rendering_that_took_too_long_says_so():
+    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}", {})
+    with pytest.raises(TemplateTimeError, match="takes longer than"):
+        template.render(HI, add_generation_prompt=True, variables={}, max_ns=-1)
+
+
+def test_large_chats_have_room_for_the_copies_that_templates_make():
+    source = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '|' + m.content }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x" * 1000}] * 8000
+    assert len(render(source, messages)) == 8000 * 2007
+
+
+def test_tojson_escapes_when_asked_to_but_not_the_markers_of_typed_text():
+    text = 'a"\u00e9\U0001f600\U000f0000'
+    got = render("{{ messages[0].content | tojson(ensure_ascii=true) }}", [{"content": text}])
+    assert got == '"a\\"\\u00e9\\ud83d\\ude00\U000f0000"'
+
+
+@pytest.mark.parametrize(
+    "call", ["indent=10 ** 9", "indent='x' * 99", "separators=('x' * 99, ':')", "indent=17"]
+)
+def test_tojson_writes_no_wide_margins(call):
+    with pytest.raises(InvalidArgumentError, match="at most 16"):
+        render("{{ [[1]] | tojson(" + call + ") }}")
+
+
+def test_tojson_of_deep_values_is_charged_for_its_margins():
+    deep = [0] * 50_000
+    for _ in range(90):
+        deep = [deep]
+    with pytest.raises(InvalidArgumentError, match="bytes of values"):
+        render("{{ x | tojson(indent=16) }}", x=deep)
+    assert len(render("{{ x | tojson }}", x=deep)) == 3 * 50_000 - 2 + 182
+
+
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        ("{% if messages[0].content is none %}{% endif %}", True),
+        ("{% if m['content'] is not none %}{% endif %}", True),
+        ("{% if messages[0].tool_calls is none %}{% endif %}", False),
+        ("{% if messages[0].content is defined %}{% endif %}", False),
+    ],
+)
+def test_whether_a_template_knows_messages_without_content(source, want):
+    assert ChatTemplate(source, {}).knows_no_content is want
