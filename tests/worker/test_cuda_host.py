@@ -386,6 +386,19 @@ def test_two_ranks_share_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_
     assert first[0] == first[2]
     assert len(first[1]) == 9
 
+    def tell(number: int) -> list[RowResult]:
+        setup = sampling(40, num_logprobs=2, num_prompt_logprobs=3, adjustment=ADJUSTED)
+        driver = ranks[number]
+        first = driver.run(driver.first_chunk(3, PROMPTS[2], setup))
+        warm = driver.first_chunk(0, PROMPTS[2][6:], sampling(40), source=3, num_cached=6)
+        rows = [driver.run(driver.decode(3), warm), driver.run(driver.decode(3), num_steps=4)]
+        return [row for result in (first, *rows) for row in result.rows]
+
+    rows, others = on_ranks(2, tell)
+    assert rows == others
+    assert [len(row.token_ids) for row in rows] == [1, 1, 1, 4]
+    assert len(rows[0].prompt_logprobs) == len(PROMPTS[2]) - 1
+
 
 def test_a_cpu_and_a_gpu_are_no_group(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Refused at once, by the rank that has the store and by the one that reads it."""

@@ -21,7 +21,7 @@ from gpu_driver import DEVICE, VOCAB_SIZE, GpuDriver, in_company, num_gpus, prom
 from worker_driver import free_address, same_bits, sampling
 
 from checkpoints import make_checkpoint
-from worker.batch import StepResult
+from worker.batch import LogitAdjustment, StepResult
 
 SHARED = os.environ.get("SLOTWISE_RANKS_SHARE_GPUS") == "1"
 pytestmark = [
@@ -100,6 +100,47 @@ def promise(group: Group) -> None:
         assert rest == group.alone[mode][0][6:]
 
 
+def reuse(group: Group) -> None:
+    """Every rank copies its heads' part of a prefix."""
+    driver = group.driver
+    for mode, parameters in MODES.items():
+        driver.generate(PROMPT, NUM_NEW, 6, **parameters)
+        setup = sampling(len(PROMPT) + NUM_NEW, **parameters)
+        for slot in (2, 6):
+            warm = driver.first_chunk(slot, PROMPT[150:], setup, source=6, num_cached=150)
+            tokens = list(driver.run(warm).rows[0].token_ids)
+            while found := driver.run(driver.decode(slot)).rows[0].token_ids:
+                tokens += found
+            group.check(mode, slot, tokens)
+
+
+def told(driver: GpuDriver) -> list[str]:
+    """Logprobs of a prompt, and of tokens drawn from adjusted logits of some."""
+    adjustment = LogitAdjustment(
+        frequency_penalty=2.0,
+        repetition_penalty=1.5,
+        prompt_token_ids=tuple(sorted(set(PROMPT))),
+        biases=((7, 3.0), (VOCAB_SIZE - 1, 4.0)),
+        min_len=len(PROMPT) + 5,
+    )
+    setup = sampling(
+        len(PROMPT) + NUM_NEW,
+        temperature=1.0,
+        seed=4,
+        end=(9,),
+        num_logprobs=5,
+        num_prompt_logprobs=2,
+        adjustment=adjustment,
+    )
+    allowed = b"\x5a" * -(-driver.decoder.config.vocab_size // 8)
+    masked = driver.first_chunk(5, PROMPT, sampling(400, masked=True), allowed_tokens=allowed)
+    rows = [*driver.run(driver.first_chunk(3, PROMPT, setup), masked).rows]
+    rows += driver.run(driver.decode(3), driver.decode(5, allowed), num_steps=6).rows
+    assert [len(row.token_ids) for row in rows] == [1, 1, 6, 1]
+    assert len(rows[0].prompt_logprobs) == len(PROMPT) - 1
+    return [repr(row) for row in rows]
+
+
 def drawn(driver: GpuDriver, num_steps: list[int], seed: int) -> list[StepResult]:
     """All slots draw at temperature 1."""
     driver.watched = False
@@ -132,12 +173,20 @@ def run_rank(rank: int, address: str, folder: Path) -> dict[str, Any]:
     memory = check_memory(driver)
     group = Group(driver)
     promise(group)
+    reuse(group)
+    logprobs = told(driver)
     # 300 steps, in commands of one and of many.
     digests = [result.digest for result in drawn(driver, [1] * 44 + [32] * 8, seed=7)]
     # What the scheduler compares must show a rank that draws for itself, at the first step.
     strayed = [result.digest for result in drawn(driver, [1], seed=100 + rank)]
     driver.rank.release()
-    return {"hash": group.hash(), "digests": digests, "strayed": strayed, "memory": memory}
+    return {
+        "hash": group.hash(),
+        "digests": digests,
+        "strayed": strayed,
+        "memory": memory,
+        "told": logprobs,
+    }
 
 
 def check_memory(driver: GpuDriver) -> int:
@@ -210,6 +259,11 @@ def test_ranks_draw_the_same_tokens(reports: list[dict[str, Any]]) -> None:
     assert len(first) == 1 + 44 + 8
     assert first == second
     assert len(set(first)) == len(first)
+
+
+def test_ranks_tell_the_same_logprobs(reports: list[dict[str, Any]]) -> None:
+    """Of a prompt, and beside adjusted and masked rows."""
+    assert reports[0]["told"] == reports[1]["told"]
 
 
 def test_the_ranks_have_buffers(reports: list[dict[str, Any]]) -> None:
