@@ -303,20 +303,22 @@ def test_the_bits_of_every_gpu(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", DIMS)
-def test_token_by_token_equals_a_chunk(cuda_ops: Any, head_dim: int, dtype: torch.dtype) -> None:
-    length = 300
-    case = make_case(head_dim, 2, 4, [0, length], dtype)
-    case.keys.fill_(torch.nan)
-    case.values.fill_(torch.nan)
+@pytest.mark.parametrize(("start", "length"), [(0, 300), (16_330, 70)])
+def test_token_by_token_equals_a_chunk(
+    cuda_ops: Any, start: int, length: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    case = make_case(head_dim, 2, 4, [0, start + length], dtype)
+    case.keys[:, start:] = torch.nan
+    case.values[:, start:] = torch.nan
     rows = torch.randn(length, case.qkv.shape[1], dtype=dtype, device="cuda") * 2
     chunk, out = case.copy(), torch.empty_like(rows[:, : case.q_heads * head_dim].contiguous())
     qkv = rows.clone()
-    cuda_ops.rope_append(qkv, *chunk.rope, chunk.keys, chunk.values, 1, 0)
-    cuda_ops.prefill_attention(qkv, chunk.keys, chunk.values, 1, 0, chunk.scale, out)
-    for position in range(length):
-        case.qkv[1] = rows[position]
-        step = replace(case, positions=[-1, position])
-        assert same_bits(step.decode(cuda_ops)[1], out[position]), position
+    cuda_ops.rope_append(qkv, *chunk.rope, chunk.keys, chunk.values, 1, start)
+    cuda_ops.prefill_attention(qkv, chunk.keys, chunk.values, 1, start, chunk.scale, out)
+    for row in range(length):
+        case.qkv[1] = rows[row]
+        step = replace(case, positions=[-1, start + row])
+        assert same_bits(step.decode(cuda_ops)[1], out[row]), row
     assert same_bits(case.keys, chunk.keys)
     assert same_bits(case.values, chunk.values)
 

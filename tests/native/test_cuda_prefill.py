@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,11 @@ SLOT = 1
 ERRORS = {torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float32: 1e-5}
 SHAPES = [(64, 3, 1), (64, 1, 5), (96, 2, 4), (96, 1, 7), (128, 1, 1), (128, 2, 4), (128, 1, 7)]
 SHAPES += [(128, 1, 5), (128, 2, 8), (256, 1, 2), (256, 2, 4)]
+LONG_SHAPES = [(64, 2, 1), (64, 1, 7), (64, 8, 4), (128, 2, 1), (128, 4, 2), (128, 8, 4)]
+LONG_SHAPES += [(128, 1, 7), (128, 2, 8)]
+# Around the borders of tiles and of pairs of tiles. From the longest on, 256 rows or more apart:
+# what lies past a chunk is NaN.
+LONG_STARTS = [20_001, 16_384, 16_127, 15_871, 4_224, 1_023, 512, 255]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,23 @@ def test_many_rows_give_the_bits_of_few(cuda_ops: Any, head_dim: int, dtype: tor
     for chunk in (7, 20, 120):
         assert same_bits(case.in_chunks(cuda_ops, start, length, chunk), whole), chunk
     assert case.error(whole[-30:], length - 30) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", LONG_SHAPES)
+def test_few_rows_after_a_long_prefix(
+    gpu_ops: Callable[[str], Any], shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    # On Hopper their tiles are split over clusters, of a size that depends on rows and heads.
+    best, portable = gpu_ops("best"), gpu_ops("portable")
+    case = make_case(shape, 20_300, dtype)
+    for start, rows in itertools.product(LONG_STARTS, (256, 200, 129, 128, 100, 64, 33, 16, 1)):
+        end = start + rows
+        for cache in case.caches:
+            cache[SLOT, end:] = torch.nan
+        assert same_bits(case.run(best, start, end), case.run(portable, start, end)), (start, rows)
+    case = make_case(shape, 16_500, dtype)
+    assert case.error(case.run(best, 16_250, 16_500), 16_250) < ERRORS[dtype]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

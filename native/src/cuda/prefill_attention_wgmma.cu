@@ -4,12 +4,33 @@
 // of tile 0, K of tile 1 and so on; two warpgroups of 64 rows multiply. The scores of the next tile
 // and the values of the last are in the tensor cores together; o is taken by halves to save
 // registers.
+#include <algorithm>
+#include <array>
+
 #include "dispatch.cuh"
+#include "prefill_links.cuh"
 #include "prefill_split.cuh"
 #include "tensor_map.cuh"
 
 namespace slotwise::cuda {
 namespace {
+
+// What a ring of links costs, in the time in which a block walks one tile. On an H200 a pair of
+// tiles takes 5.3 us, a tile of a block that walks alone 1.6.
+constexpr double kPairCost = 3.25;
+constexpr double kLinksCost = 1.5;
+
+using ClusterCounts = std::array<int, kMaxCluster + 1>;  // by the blocks of a cluster
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The largest clusters, of at most `most` blocks, of which `num_clusters` run at once; 1 if none.
+int choose_cluster(const ClusterCounts& counts, int num_clusters, int most) {
+  for (int cluster = std::min(most, kMaxCluster); cluster > 1; --cluster) {
+    if (counts[cluster] >= num_clusters) return cluster;
+  }
+  return 1;
+}
 
 constexpr int kBlockRows = kGroups * kGroupRows;
 constexpr int kStages = 4;
@@ -201,31 +222,77 @@ void launch_many(const TileMaps& maps, const PrefillArgs& args, int kv_heads, St
          stream, maps, args);
 }
 
-// kTeams: 2 for at most 64 packed rows, else 1.
+// How many clusters of each size run at once, on the first device; others are taken to be alike.
 template <typename T, int kDim, int kTeams>
-void launch_split(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  using Layout = SplitLayout<kDim, kTeams>;
-  const auto kernel = prefill_split_kernel<T, kDim, kTeams>;
-  allow_shared("prefill_attention", kernel, Layout::kBytes);
-  const dim3 blocks(kCluster, kv_heads, (args.num_rows + Layout::kRows - 1) / Layout::kRows);
-  launch("prefill_attention", kernel, {blocks, Layout::kThreads, Layout::kBytes, kCluster}, stream,
-         maps, args);
+const ClusterCounts& cluster_counts() {
+  static const ClusterCounts counts = [] {
+    const auto kernel = prefill_links_kernel<T, kDim, kTeams>;
+    allow_shared("prefill_attention", kernel, LinkLayout<kDim, kTeams>::kBytes);
+    ClusterCounts found{};
+    for (unsigned cluster = 2; cluster <= kMaxCluster; ++cluster) {
+      cudaLaunchAttribute attribute{};
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {cluster, 1, 1};
+      cudaLaunchConfig_t config{};
+      config.gridDim = dim3(cluster);
+      config.blockDim = dim3(LinkLayout<kDim, kTeams>::kThreads);
+      config.dynamicSmemBytes = LinkLayout<kDim, kTeams>::kBytes;
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+      check(cudaOccupancyMaxActiveClusters(&found[cluster], kernel, &config), "prefill_attention");
+    }
+    return found;
+  }();
+  return counts;
 }
 
-// The tiles are split over clusters where there are many, and blocks so few that their clusters
-// take no more than half of the device: more might have to wait for each other.
+// False where a ring would not be the faster way.
+template <typename T, int kDim, int kTeams>
+bool launch_links(const TileMaps& maps, const PrefillArgs& args, int kv_heads, int num_tiles,
+                  Stream stream) {
+  using Layout = LinkLayout<kDim, kTeams>;
+  const int row_blocks = ceil_div(args.num_rows, Layout::kRows);
+  const int num_pairs = ceil_div(num_tiles, kPairTiles);
+  const int cluster = choose_cluster(cluster_counts<T, kDim, kTeams>(), row_blocks * kv_heads,
+                                     ceil_div(num_pairs, kTeams));
+  const int rounds = ceil_div(num_pairs, cluster * kTeams);
+  if (cluster == 1 || rounds * kPairCost + kLinksCost >= num_tiles) return false;
+  const auto kernel = prefill_links_kernel<T, kDim, kTeams>;
+  allow_shared("prefill_attention", kernel, Layout::kBytes);
+  launch("prefill_attention", kernel,
+         {dim3(cluster, kv_heads, row_blocks), Layout::kThreads, Layout::kBytes,
+          static_cast<unsigned>(cluster)},
+         stream, maps, args);
+  return true;
+}
+
+// False where there are more tiles than warpgroups, or so few that a block walks them as fast. More
+// clusters than fill half of the device might have to wait for each other.
+template <typename T, int kDim>
+bool launch_split(const TileMaps& maps, const PrefillArgs& args, int kv_heads, int num_tiles,
+                  Stream stream) {
+  using Layout = SplitLayout<kDim>;
+  constexpr int kFewTiles = 4;
+  if (num_tiles <= kFewTiles || num_tiles > kSplitTiles) return false;
+  if (2 * kSplitCluster * kv_heads > device_info().num_sms) return false;
+  const auto kernel = prefill_split_kernel<T, kDim>;
+  allow_shared("prefill_attention", kernel, Layout::kBytes);
+  launch("prefill_attention", kernel,
+         {dim3(kSplitCluster, kv_heads), Layout::kThreads, Layout::kBytes, kSplitCluster}, stream,
+         maps, args);
+  return true;
+}
+
 template <typename T, int kDim>
 void launch_dim(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  constexpr int kFewPositions = 4 * kAttentionTile;
-  const int num_positions = args.start + args.num_rows / args.group;
-  const int blocks = (args.num_rows + kBlockRows - 1) / kBlockRows * kv_heads;
-  if (num_positions <= kFewPositions || 2 * kCluster * blocks > device_info().num_sms) {
-    launch_many<T, kDim>(maps, args, kv_heads, stream);
-  } else if (args.num_rows <= kGroupRows) {
-    launch_split<T, kDim, 2>(maps, args, kv_heads, stream);
-  } else {
-    launch_split<T, kDim, 1>(maps, args, kv_heads, stream);
+  const int num_tiles = ceil_div(args.start + args.num_rows / args.group, kAttentionTile);
+  if (args.num_rows <= kGroupRows) {
+    if (launch_split<T, kDim>(maps, args, kv_heads, num_tiles, stream)) return;
+    if (launch_links<T, kDim, 2>(maps, args, kv_heads, num_tiles, stream)) return;
+  } else if (launch_links<T, kDim, 1>(maps, args, kv_heads, num_tiles, stream)) {
+    return;
   }
+  launch_many<T, kDim>(maps, args, kv_heads, stream);
 }
 
 }  // namespace
