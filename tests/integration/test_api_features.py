@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 
 import grpc
 import pytest
 from fake_worker import logprobs_alone
 
-from fakes import tokens_alone
+from fakes import CORRUPTED, tokens_alone
 from integration.front import VOCAB_SIZE, WAIT_S, rest, running_front
 from scheduler_service.request import Request, Sampling
 from scheduler_service.step import PrefillChunk
@@ -213,6 +214,31 @@ async def test_constrained_answers_among_free_ones(front, kind):
     assert [a.token_ids for a in again.answers] == [a.token_ids for a in got.answers]
 
 
+async def test_b26_logits_that_are_no_numbers(front_model, tmp_path):
+    """B26: that call ends INTERNAL, all its answers; the neighbour's are what they are alone."""
+
+    def script(tokens):
+        is_bad = tokens[0] == 99 and len(tokens) == 6
+        return CORRUPTED if is_bad else None
+
+    async with running_front(front_model, tmp_path, script, num_slots=3) as front:
+        free = asyncio.ensure_future(front.collect(request(max_new_tokens=50, logprobs=20)))
+        for method in (front.stub.Generate, front.stub.Complete):
+            bad = request((99, 12, 13), n=2, logprobs=20, max_new_tokens=50)
+            error = await front.error(method(bad, timeout=WAIT_S))
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert "no numbers" in error.details()
+        got = await free
+        assert got.token_ids == alone(count=50)
+        entries = [entry for one in got.logprobs for entry in (one.token, *one.best)]
+        assert all(math.isfinite(entry.logprob) for entry in entries)
+        load = await front.until(lambda load: load.num_running == 0)
+        # The other answer of each call was cancelled, or was as bad.
+        assert load.requests.error + load.requests.cancelled == 4
+        again = await front.collect(request())
+        assert again.token_ids == alone()
+
+
 async def test_nothing_can_follow(front):
     """Without end ids the answer ends by itself where it is complete."""
     got = await front.collect(request(choice=pb.Choice(texts=["abc"]), max_new_tokens=50))
@@ -279,6 +305,7 @@ async def test_a_conversation_computes_only_what_is_new(front):
 
 
 async def test_salts_share_nothing(front):
+    """B28, both ways."""
     prompt = range(3, 103)
     cached = []
     for salt in ("a", "b", "a", None, ""):

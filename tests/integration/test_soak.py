@@ -36,8 +36,12 @@ def resident_bytes(pid: int) -> int:
 
 def mixed_request(rng: random.Random) -> pb.GenerateRequest:
     length = rng.choice([1, 5, 30, 100, 200])
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=[rng.randrange(3, 300) for _ in range(length)]),
+    # Half of the prompts begin alike, and find each other's prefixes.
+    ids = [rng.randrange(3, 300) for _ in range(length)]
+    common = rng.choice([0, 0, 20, 90])
+    ids[:common] = [3 + place * place % 290 for place in range(min(common, length))]
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=ids),
         sampling=pb.SamplingParams(
             temperature=rng.choice([0, 0.5, 1.0]),
             top_k=rng.choice([0, 5]),
@@ -47,7 +51,26 @@ def mixed_request(rng: random.Random) -> pb.GenerateRequest:
         max_new_tokens=rng.randrange(1, 40),
         ignore_eos=rng.random() < 0.5,
         stop=rng.choice([[], ["e"]]),
+        cache_salt=rng.choice(["", "", "s"]),
     )
+    add_features(request, rng)
+    return request
+
+
+def add_features(request: pb.GenerateRequest, rng: random.Random) -> None:
+    """Now and then one of those that have state of their own."""
+    match rng.randrange(8):
+        case 0:
+            request.sampling.frequency_penalty = 0.5
+            request.sampling.repetition_penalty = 1.1
+            request.sampling.logit_bias[7] = 2.0
+        case 1:
+            request.logprobs = rng.randrange(21)
+            request.prompt_logprobs = rng.randrange(21)
+        case 2:
+            request.n = rng.randrange(1, 4)
+        case 3:
+            request.regex = "[a-z]{3,20}"
 
 
 def one(server: Server, seed: int) -> str:
@@ -57,12 +80,15 @@ def one(server: Server, seed: int) -> str:
     kind = rng.random()
     if kind < 0.02:
         request.token_ids.ids.append(1 << 20)
+    num_open = request.n or 1
     call = server.stub.Generate(request, timeout=0.05 if 0.02 <= kind < 0.07 else 60)
     try:
         for count, response in enumerate(call):
             if kind > 0.7 and count >= 2:
                 call.cancel()
             if response.HasField("finished"):
+                num_open -= 1
+            if not num_open:
                 return pb.FinishReason.Name(response.finished.finish_reason)
     except grpc.RpcError as error:
         return error.code().name
@@ -102,6 +128,8 @@ def test_a_thousand_mixed_requests(server):
     )
     assert ended.rejected_invalid == outcomes["INVALID_ARGUMENT"]
     assert ended.error == 0
+    assert load.prefix_cache.num_hits > 100
+    assert load.prefix_cache.num_copies > 0
     slots = server.stub.ListSlots(pb.ListSlotsRequest()).slots
     assert [slot.state for slot in slots] == [pb.SLOT_STATE_FREE] * NUM_SLOTS
 

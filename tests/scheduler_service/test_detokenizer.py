@@ -51,6 +51,33 @@ def test_any_ids_join_to_the_library_decoding(ids):
     assert decode(LEVEL_BYTES, ids) == want
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from([(LEVEL_BYTES, 512), (PIECE_BYTES, 300)]),
+    st.data(),
+    st.booleans(),
+)
+def test_any_ids_join_to_the_decoding_of_all(kind, data, keep_control):
+    """Spaces, halves of characters and control tokens; a text that reads all bytes at once agrees.
+
+    Never more than half a character is held, so that a token is constant work.
+    """
+    tokens, num_ids = kind
+    ids = data.draw(st.lists(st.integers(0, num_ids - 1), max_size=40))
+    detokenizer = Detokenizer(tokens, keep_control=keep_control)
+    parts = []
+    for token_id in ids:
+        parts.append(detokenizer.push(token_id))
+        held, _ = detokenizer._utf8.getstate()
+        assert len(held) <= 3
+    parts.append(detokenizer.finish())
+    whole = b"".join(tokens.get(token_id, keep_control) for token_id in ids)
+    want = whole.decode("utf-8", "replace")
+    if tokens.strip_count and want.startswith(tokens.strip_char):
+        want = want[1:]
+    assert "".join(parts) == want == decode(tokens, ids, keep_control=keep_control)
+
+
 @settings(deadline=None, max_examples=200)
 @given(TEXTS)
 def test_any_text_comes_back_from_byte_level(text):

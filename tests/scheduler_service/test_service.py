@@ -245,7 +245,7 @@ async def test_leaving_while_one_answer_runs_cancels_the_call(service, engine):
 
 
 async def test_logprobs_are_of_the_tokens_that_count(service, engine, model):
-    """A stop string cuts them with the tokens; what has no probability is left out or clamped."""
+    """B26: what has no probability is left out or clamped. A stop string cuts them too."""
     infinity = float("inf")
     a, b = ids(model, "ab")
     first = TokenLogprobs(-0.5, 2, (b, a), (-0.25, -infinity))

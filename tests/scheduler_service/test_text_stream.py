@@ -95,13 +95,16 @@ def test_all_ids_are_passed_on():
     st.text("ab", max_size=30),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
     st.integers(1, 4),
+    st.integers(0, 5),
 )
-def test_matches_are_those_of_a_plain_search(text, stops, at_once):
-    stream = text_stream(stop=tuple(stops))
+def test_matches_are_those_of_a_plain_search(text, stops, at_once, num_first):
+    """In what comes behind the first min_new_tokens tokens."""
+    stream = text_stream(stop=tuple(stops), min_new_tokens=num_first)
     shown = run(stream, text, at_once)
     want, matched, used = text, None, len(text)
-    for end in range(len(text) + 1):
-        found = [(text[:end].find(s), -len(s), s) for s in stops if text[:end].find(s) >= 0]
+    for end in range(num_first, len(text) + 1):
+        places = [(text.find(s, num_first, end), -len(s), s) for s in stops]
+        found = [place for place in places if place[0] >= 0]
         if found:
             start, _, matched = min(found)
             want, used = text[:start], end
