@@ -197,6 +197,7 @@ struct Handover {
       totals.max[r] = state.x;
       totals.sum[r] = state.y;
     }
+    __syncwarp();  // all lanes have read before one of them sends
     return totals;
   }
 
@@ -220,62 +221,75 @@ struct Handover {
     }
   }
 
+  // The totals of some columns so far, four values of the lane for each eight.
+  __device__ __forceinline__ void receive_totals(float4 (&totals)[Layout::kChunkEights], int pair,
+                                                 int chunk) {
+    if (pair > 0) receive(pair, chunk);
+#pragma unroll
+    for (int i = 0; i < Layout::kChunkEights; ++i) {
+      totals[i] = make_float4(kNothing, kNothing, kNothing, kNothing);
+      if (pair == 0) continue;
+      const uint4 x = load_shared(lane_totals(chunk, i));
+      totals[i] = make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                              __uint_as_float(x.w));
+    }
+  }
+
+  __device__ __forceinline__ void send_totals(const float4 (&totals)[Layout::kChunkEights],
+                                              int chunk) {
+#pragma unroll
+    for (int i = 0; i < Layout::kChunkEights; ++i) {
+      store_shared(lane_totals(chunk, i),
+                   make_uint4(__float_as_uint(totals[i].x), __float_as_uint(totals[i].y),
+                              __float_as_uint(totals[i].z), __float_as_uint(totals[i].w)));
+    }
+    fence_stores();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    send_bytes(in_cluster(shared.totals(link.next_warp, chunk), link.next_block),
+               shared.totals(warp, chunk), Layout::kChunkBytes,
+               in_cluster(shared.inbox(link.next_warp, chunk), link.next_block));
+  }
+
+  __device__ __forceinline__ uint32_t lane_totals(int chunk, int i) const {
+    return shared.totals(warp, chunk) + i * 512 + threadIdx.x % 32 * 16;
+  }
+
+  __device__ __forceinline__ void store(T* const (&out)[2], const float (&scale)[2],
+                                        const float4& total, int eight) const {
+    const uint32_t packed[] = {pack<T>(finish(total.x, scale[0]), finish(total.y, scale[0])),
+                               pack<T>(finish(total.z, scale[1]), finish(total.w, scale[1]))};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (out[r]) *reinterpret_cast<uint32_t*>(out[r] + 8 * eight) = packed[r];
+    }
+  }
+
   __device__ __forceinline__ void pass_on(int pair, TileValues<kDim>& first,
                                           TileValues<kDim>& second, const RowStates (&states)[2]) {
     const int tile_start = kPairTiles * pair * kAttentionTile;
     const bool last = pair + 1 == num_pairs;
-    RowStates totals = receive_states(pair);
-    first.factors = fold_rows(totals, states[0], rows, tile_start, args.c);
-    second.factors = fold_rows(totals, states[1], rows, tile_start + kAttentionTile, args.c);
-    if (!last) send_states(totals);
+    RowStates state = receive_states(pair);
+    first.factors = fold_rows(state, states[0], rows, tile_start, args.c);
+    second.factors = fold_rows(state, states[1], rows, tile_start + kAttentionTile, args.c);
+    if (!last) send_states(state);
     first.scale();
     second.scale();
-    const float scale[] = {inverse(totals.sum[0]), inverse(totals.sum[1])};
+    const float scale[] = {inverse(state.sum[0]), inverse(state.sum[1])};
     T* out[2] = {};
     if (last) find_out(out);
-    const uint32_t lane_offset = threadIdx.x % 32 * 16;
 #pragma unroll
     for (int chunk = 0; chunk < Layout::kChunks; ++chunk) {
-      float4 total[Layout::kChunkEights];
-      if (pair > 0) receive(pair, chunk);
-#pragma unroll
-      for (int i = 0; i < Layout::kChunkEights; ++i) {
-        total[i] = make_float4(kNothing, kNothing, kNothing, kNothing);
-        if (pair > 0) {
-          const uint4 x = load_shared(shared.totals(warp, chunk) + i * 512 + lane_offset);
-          total[i] = make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
-                                 __uint_as_float(x.w));
-        }
-      }
-      const uint32_t barrier = in_cluster(shared.inbox(link.next_warp, chunk), link.next_block);
-      const uint32_t to =
-          in_cluster(shared.totals(link.next_warp, chunk), link.next_block) + lane_offset;
+      float4 totals[Layout::kChunkEights];
+      receive_totals(totals, pair, chunk);
 #pragma unroll
       for (int i = 0; i < Layout::kChunkEights; ++i) {
         const int eight = chunk * Layout::kChunkEights + i;
-        first.add_to(total[i], eight);
-        second.add_to(total[i], eight);
-        if (last) {
-          const uint32_t packed[] = {
-              pack<T>(finish(total[i].x, scale[0]), finish(total[i].y, scale[0])),
-              pack<T>(finish(total[i].z, scale[1]), finish(total[i].w, scale[1]))};
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            if (out[r]) *reinterpret_cast<uint32_t*>(out[r] + 8 * eight) = packed[r];
-          }
-        } else {
-          store_shared(shared.totals(warp, chunk) + i * 512 + lane_offset,
-                       make_uint4(__float_as_uint(total[i].x), __float_as_uint(total[i].y),
-                                  __float_as_uint(total[i].z), __float_as_uint(total[i].w)));
-        }
+        first.add_to(totals[i], eight);
+        second.add_to(totals[i], eight);
+        if (last) store(out, scale, totals[i], eight);
       }
-      if (!last) {
-        fence_stores();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-          send_bytes(to, shared.totals(warp, chunk), Layout::kChunkBytes, barrier);
-        }
-      }
+      if (!last) send_totals(totals, chunk);
     }
     if (pair > 0) parity ^= 1;
   }
