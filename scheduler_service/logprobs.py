@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from . import request
 from .detokenizer import TokenBytes
@@ -13,8 +13,7 @@ from .detokenizer import TokenBytes
 LEAST_LOGPROB = -3.4028234663852886e38
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token, its logprob, its place among all tokens from 1, and its bytes in the output."""
 
     token_id: int
@@ -23,8 +22,7 @@ class TokenLogprob:
     text: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Of a token, and of the most likely ones at its place."""
 
     token: TokenLogprob
@@ -35,21 +33,21 @@ def describe(
     token_ids: Sequence[int], logprobs: Sequence[request.TokenLogprobs], tokens: TokenBytes
 ) -> tuple[TokenLogprobs, ...]:
     """The logprobs of token_ids, one each. Alternatives of probability 0 are left out."""
-    return tuple(
-        TokenLogprobs(
-            _describe(token_id, found.logprob, found.rank, tokens),
-            tuple(
-                _describe(best_id, logprob, place, tokens)
-                for place, (best_id, logprob) in enumerate(
-                    zip(found.best_token_ids, found.best_logprobs, strict=True), start=1
-                )
-                if math.isfinite(logprob)
-            ),
+    return tuple(map(partial(_describe, tokens.get), token_ids, logprobs))
+
+
+def _describe(
+    text_of: Callable[[int, bool], bytes], token_id: int, found: request.TokenLogprobs
+) -> TokenLogprobs:
+    # Up to 21 entries for each token of each answer: no more calls than must be.
+    best = [
+        TokenLogprob(best_id, logprob, place, text_of(best_id, True))
+        for place, (best_id, logprob) in enumerate(
+            zip(found.best_token_ids, found.best_logprobs, strict=True), start=1
         )
-        for token_id, found in zip(token_ids, logprobs, strict=True)
+        if logprob >= LEAST_LOGPROB
+    ]
+    logprob = max(found.logprob, LEAST_LOGPROB)
+    return TokenLogprobs(
+        TokenLogprob(token_id, logprob, found.rank, text_of(token_id, True)), tuple(best)
     )
-
-
-def _describe(token_id: int, logprob: float, rank: int, tokens: TokenBytes) -> TokenLogprob:
-    finite = max(logprob, LEAST_LOGPROB)
-    return TokenLogprob(token_id, finite, rank, tokens.get(token_id, keep_control=True))

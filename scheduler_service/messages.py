@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -193,12 +193,11 @@ def accepted(generation: Generation) -> pb.Accepted:
 
 
 def delta(update: Update) -> pb.Delta:
-    return pb.Delta(
+    message = pb.Delta(
         index=update.index,
         first_token_index=update.first_token_index,
         token_ids=update.token_ids,
         text=update.text,
-        logprobs=map(_token_logprobs, update.logprobs),
         reasoning_text=update.reasoning,
         tool_calls=[
             pb.ToolCallDelta(
@@ -207,15 +206,15 @@ def delta(update: Update) -> pb.Delta:
             for call in update.tool_calls
         ],
     )
+    _add_logprobs(message.logprobs, update.logprobs)
+    return message
 
 
 def responses(update: Update) -> Iterator[pb.GenerateResponse]:
     """The messages of a stream that an update makes."""
     if update.prompt_logprobs:
-        part = pb.PromptLogprobs(
-            first_token_index=update.first_prompt_index,
-            logprobs=map(_token_logprobs, update.prompt_logprobs),
-        )
+        part = pb.PromptLogprobs(first_token_index=update.first_prompt_index)
+        _add_logprobs(part.logprobs, update.prompt_logprobs)
         yield pb.GenerateResponse(prompt_logprobs=part)
     if not update.is_empty:
         yield pb.GenerateResponse(delta=delta(update))
@@ -235,10 +234,10 @@ class WholeAnswers:
             self._response.choices.add(index=index)
 
     def add(self, update: Update) -> None:
-        self._response.prompt_logprobs.extend(map(_token_logprobs, update.prompt_logprobs))
+        _add_logprobs(self._response.prompt_logprobs, update.prompt_logprobs)
         choice, texts = self._response.choices[update.index], self._texts[update.index]
         choice.token_ids.extend(update.token_ids)
-        choice.logprobs.extend(map(_token_logprobs, update.logprobs))
+        _add_logprobs(choice.logprobs, update.logprobs)
         texts.text.append(update.text)
         texts.reasoning.append(update.reasoning)
         for call in update.tool_calls:
@@ -268,14 +267,18 @@ class _Texts:
     arguments: list[list[str]] = field(default_factory=list)
 
 
-def _token_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(token=_logprob(token.token), best=map(_logprob, token.best))
+def _add_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
+    """To a repeated field. Entries made in their place cost half."""
+    for token, best in logprobs:
+        added = target.add()
+        _set_logprob(added.token, token)
+        add = added.best.add
+        for token_id, logprob, rank, text in best:
+            add(token_id=token_id, logprob=logprob, rank=rank, text=text)
 
 
-def _logprob(token: TokenLogprob) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
-        token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token.text
-    )
+def _set_logprob(target: pb.TokenLogprob, token: TokenLogprob) -> None:
+    target.token_id, target.logprob, target.rank, target.text = token
 
 
 def finished(index: int, end: End) -> pb.Finished:
