@@ -164,8 +164,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     budget: Budget
 
     def __init__(self, **options: Any) -> None:
-        # Constants are not computed when compiling: that too could be without end.
-        super().__init__(finalize=_finalize, optimized=False, **options)
+        super().__init__(finalize=_finalize, **options)
         self.globals["namespace"] = _Namespace
         del self.globals["lipsum"]
         for name in UNOFFERED_FILTERS:
@@ -252,17 +251,13 @@ def _statement(name: str, argument: object, lineno: int) -> nodes.Stmt:
     return nodes.ExprStmt(_own(name, nodes.Const(argument, lineno=lineno)), lineno=lineno)
 
 
-def _count_body(node: Any) -> nodes.Node:
-    node.body.insert(0, _statement(STEP, True, node.lineno))
-    return cast(nodes.Node, node)
-
-
 def _count_loop(node: nodes.For) -> nodes.Node:
     if node.test is not None:
         # Items that fail the test never reach the body.
         step = _own(STEP, nodes.Const(True, lineno=node.lineno))
         node.test = nodes.And(step, node.test, lineno=node.lineno)
-    return _count_body(node)
+    node.body.insert(0, _statement(STEP, True, node.lineno))
+    return node
 
 
 def _count_text(node: nodes.Output) -> list[nodes.Node]:
@@ -306,9 +301,6 @@ def _checked(node: nodes.Expr) -> nodes.Expr:
 
 CHANGES: dict[type[nodes.Node], Callable[[Any], Any]] = {
     nodes.For: _count_loop,
-    nodes.Macro: _count_body,
-    nodes.CallBlock: _count_body,
-    nodes.Block: _count_body,
     nodes.Output: _count_text,
     nodes.Concat: _count_concat,
     nodes.List: _count_value,

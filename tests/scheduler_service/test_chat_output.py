@@ -273,7 +273,8 @@ def test_text_is_freed_as_soon_as_it_cannot_be_markup(output_format):
 @FORMATS
 @given(ANSWERS, st.lists(st.integers(0, 200)), st.booleans())
 @example('<tool_call>{"name": "f", "arguments": {"a": 1 <', [46], False)
-@example("<tool_call>" + F + "\n</tool_call>", list(range(60)), False)
+@example("<tool_call>" + F + "\n</tool_call>", [], False)
+@example(xml_call("run", ("code", "a\n</para"), ("count", "7")), [], False)
 def test_the_cut_of_the_text_changes_nothing(output_format, answer, cuts, opens):
     places = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
     parts = [answer[a:b] for a, b in itertools.pairwise(places)]

@@ -571,9 +571,20 @@ async def test_a_rendering_that_takes_longer_is_done_again_in_a_thread(tmp_path,
         await reader.render_chat(chat(("user", "a")))
 
 
-async def test_while_a_template_works_without_end_others_are_answered(tmp_path, model):
+async def test_while_a_template_works_without_end_others_are_answered(tmp_path, model, monkeypatch):
     source = "{% for i in range(99999) %}" * 3 + "{% set x = 'a' * 9 %}" + "{% endfor %}" * 3
     endless = reader_of(tmp_path, source)
+    render, running, most = endless._render, [], []
+
+    def counted(source, max_ns):
+        running.append(max_ns)
+        most.append(running.count(prompts.MAX_NS))
+        try:
+            return render(source, max_ns)
+        finally:
+            running.remove(max_ns)
+
+    monkeypatch.setattr(endless, "_render", counted)
     slow = [asyncio.create_task(endless.render_chat(chat(("user", "a")))) for _ in range(2)]
     done_before = 0
     while not slow[0].done():
@@ -584,3 +595,4 @@ async def test_while_a_template_works_without_end_others_are_answered(tmp_path, 
     for task in slow:
         with pytest.raises(InvalidArgumentError, match="without end"):
             await task
+    assert max(most) == 1, "two that take long at once"

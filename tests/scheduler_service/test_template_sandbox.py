@@ -261,6 +261,19 @@ def test_a_namespace_is_not_written_out():
 
 
 def test_each_rendering_has_a_budget_of_its_own():
+    """Also while another one runs."""
+    sandbox = Sandbox()
+    inner = sandbox.compile_bounded("{{ 'a' * 900 }}")
+    outer = sandbox.compile_bounded("{{ 'a' * 5000 }}{{ other() }}{{ 'a' * 5000 }}")
+
+    def other():
+        return sandbox.run(inner, Budget(3500, 1, clock=lambda: 0), {})
+
+    text = sandbox.run(outer, Budget(40_000, 1, clock=lambda: 0), {"other": other})
+    assert text == "a" * 10_900
+
+
+def test_a_budget_is_not_used_up_by_earlier_renderings():
     sandbox = Sandbox()
     code = sandbox.compile_bounded("{% for i in range(1000) %}{{ 'a' * 100 }}{% endfor %}")
     for _ in range(20):
