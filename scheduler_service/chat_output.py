@@ -118,6 +118,8 @@ class _Parser:
 
     def __init__(self, opens_reasoning: bool, has_reasoning: bool, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in reversed(tools)}
+        # Of their parameters, read when first called.
+        self._schemas: dict[str, Any] = {}
         # What is not given yet, and how far it has been read.
         self._text = ""
         self._place = 0
@@ -423,9 +425,11 @@ class _XmlParser(_Parser):
         return _json(value)
 
     def _is_string(self, function: str, key: str) -> bool:
-        tool = self._tools.get(function)
-        schema = json.loads(tool.parameters_json or "{}") if tool else {}
-        return _types(_at(schema, "properties", key)) - {"null"} == {"string"}
+        if function not in self._schemas:
+            tool = self._tools.get(function)
+            self._schemas[function] = json.loads(tool.parameters_json or "{}") if tool else {}
+        schema = _at(self._schemas[function], "properties", key)
+        return _types(schema) - {"null"} == {"string"}
 
 
 def _at(schema: Any, *keys: str) -> Any:
