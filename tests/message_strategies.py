@@ -29,19 +29,17 @@ TEXTS = [
 UNKNOWN = b"\x98\x06\x01"
 
 
-def messages_of(descriptor: Descriptor, depth: int = 0) -> st.SearchStrategy[Message]:
-    """Any message; of a oneof the last field drawn stays."""
+def messages_of(
+    descriptor: Descriptor, depth: int = 0, max_fields: int = 6
+) -> st.SearchStrategy[Message]:
+    """Any message with so many fields; of a oneof the last one drawn stays."""
 
     @st.composite
     def build(draw: Any) -> Message:
         message = GetMessageClass(descriptor)()
-        fields = draw(
-            st.lists(
-                st.sampled_from(list(descriptor.fields)), max_size=6, unique_by=lambda f: f.name
-            )
-        )
-        for field in fields if descriptor.fields else []:
-            _set(draw, message, field, depth)
+        names = [field.name for field in descriptor.fields]
+        for name in draw(st.lists(st.sampled_from(names), max_size=max_fields, unique=True)):
+            _set(draw, message, descriptor.fields_by_name[name], depth)
         if draw(st.integers(0, 30)) == 0:
             message.MergeFromString(UNKNOWN)
         return message

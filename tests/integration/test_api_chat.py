@@ -81,6 +81,8 @@ async def test_reasoning_text_and_calls(chat_model, tmp_path, by_chars):
         (True, "hm\n</think>\n\nyes", "hm", "yes"),
         (True, "hm", "hm", ""),
         (False, "yes", "", "yes"),
+        # What may have become markup comes out at the end.
+        (False, "yes <tool_ca", "", "yes <tool_ca"),
     ],
 )
 async def test_the_prompt_decides_where_the_answer_begins(
