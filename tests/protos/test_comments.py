@@ -67,4 +67,6 @@ def test_numeric_sampling_fields_are_optional(files):
         for message in file.message_type:
             if message.name == "SamplingParams":
                 assert message.field
-                assert all(field.proto3_optional for field in message.field)
+                repeated = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
+                single = [field for field in message.field if field.label != repeated]
+                assert all(field.proto3_optional for field in single)
