@@ -243,7 +243,7 @@ ADJUSTMENTS: dict[str, dict[str, Any]] = {
         "prompt_token_ids": tuple(range(0, VOCAB_SIZE, 2)),
         "generated_token_ids": (5, 5, 9),
     },
-    "biases": {"biases": ((7, 6.0), (VOCAB_SIZE - 1, 5.5), (11, -100.0))},
+    "biases": {"biases": ((7, 12.0), (VOCAB_SIZE - 1, 11.5), (11, -100.0))},
     "min_len": {"min_len": len(PROMPT) + 5, "biases": ((3, 30.0),)},
     "all": {
         "frequency_penalty": 1.5,
