@@ -34,7 +34,7 @@ from .request_queue import Deadlines, RequestQueue, ServiceTime
 from .seat import Seat
 from .slots import Slot, SlotTable, SlotView
 from .step import Outstanding, PlannedRow, ResultError, RowResult, StepCommand, StepResult
-from .step_plan import StepPace, plan_rows
+from .step_plan import MaskWait, StepPace, plan_rows
 
 # Message and status of a request whose row is corrupted.
 _CORRUPTED = ("the model gave logits that are no numbers for this request", "INTERNAL")
@@ -66,6 +66,7 @@ class Scheduler:
         self.calls: Counter[str] = Counter()
         self._deadlines = Deadlines()
         self._pace = StepPace(limits.run_ahead_window_ns, limits.max_steps_per_command)
+        self._mask_wait = MaskWait()
         self._service_time = ServiceTime()
         self._epoch = 1
         self._next_step_id = 1
@@ -84,6 +85,11 @@ class Scheduler:
     def next_deadline_ns(self) -> int | None:
         """When `expire` may next have something to do; None: not before another submit."""
         return self._deadlines.next_ns
+
+    @property
+    def held_until_ns(self) -> int | None:
+        """When `plan_step` plans without the masks that are missing; None: it waits for none."""
+        return self._mask_wait.until_ns
 
     @property
     def num_used_tokens(self) -> int:
@@ -194,6 +200,9 @@ class Scheduler:
         if not self.may_run_ahead:
             return None
         self._admit(now_ns)
+        is_idle = not self.outstanding
+        if self._mask_wait.holds(self.seats.values(), self._pace.step_ns, is_idle, now_ns):
+            return None
         num_logprobs_steps = sum(step.num_logprobs_steps for step in self.outstanding)
         plan = plan_rows(self.seats, self.limits, self._pace, self.prefixes, num_logprobs_steps)
         if plan is None:

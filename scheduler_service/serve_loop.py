@@ -97,7 +97,7 @@ class ServeLoop:
         self._is_serving = False
         self._is_closed = False
         self._pump_is_due = False
-        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def silence_ns(self) -> int:
@@ -139,7 +139,7 @@ class ServeLoop:
         self._is_closed = True
         self._masks.close()
         self._silence.stop()
-        self._cancel_deadline_timer()
+        self._cancel_timer()
 
     def _advance_constraints(self, events: Iterable[Event]) -> None:
         """Finds out what may follow the tokens of constrained requests that go on."""
@@ -190,10 +190,10 @@ class ServeLoop:
         """
         now_ns = time.monotonic_ns()
         expired = self.scheduler.expire(now_ns)
-        self._arm_deadline_timer(now_ns)
         clients_first = self.scheduler.outstanding and any(map(_is_first_token, events))
         if self._is_serving and not clients_first:
             self._send_command(now_ns)
+        self._arm_timer(now_ns)
         self._tell(events)
         self._tell(expired)
         if clients_first:
@@ -210,18 +210,21 @@ class ServeLoop:
         if self.scheduler.is_empty and not self.scheduler.outstanding:
             self.scheduler.check_integrity()
 
-    def _arm_deadline_timer(self, now_ns: int) -> None:
-        self._cancel_deadline_timer()
-        deadline_ns = self.scheduler.next_deadline_ns
-        if deadline_ns is not None:
-            delay_s = max(_MIN_TIMER_S, (deadline_ns - now_ns) / 1e9)
+    def _arm_timer(self, now_ns: int) -> None:
+        self._cancel_timer()
+        # Without workers nothing is planned, and the scheduler may wait for masks for ever.
+        held_until_ns = self.scheduler.held_until_ns if self._is_serving else None
+        times = (self.scheduler.next_deadline_ns, held_until_ns)
+        due_ns = min((time_ns for time_ns in times if time_ns is not None), default=None)
+        if due_ns is not None:
+            delay_s = max(_MIN_TIMER_S, (due_ns - now_ns) / 1e9)
             loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(delay_s, self.pump_soon)
+            self._timer = loop.call_later(delay_s, self.pump_soon)
 
-    def _cancel_deadline_timer(self) -> None:
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
-            self._deadline_timer = None
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _on_silence(self, silence_s: float) -> None:
         self._group.fail(

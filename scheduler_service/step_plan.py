@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .limits import Limits
@@ -32,6 +32,50 @@ class StepPace:
             return 1
         nearest = (self._window_ns + self.step_ns // 2) // self.step_ns
         return max(1, min(self._max_steps, nearest))
+
+
+@dataclass(slots=True)
+class MaskWait:
+    """Keeps constrained requests together: with one row each, every command takes a step's time.
+
+    Where nobody else has rows, one whose mask has come waits for those that are a step or a mask
+    behind; for half of a step at most once no step is outstanding, so that a slow mask delays
+    nobody for long.
+    """
+
+    # When the wait ends, whatever is missing; None: nobody waits, or for a result.
+    until_ns: int | None = None
+
+    def holds(self, seats: Iterable[Seat], step_ns: int, is_idle: bool, now_ns: int) -> bool:
+        """Nothing is to be planned now. is_idle: no step is outstanding."""
+        if not _lacks_masks(seats):
+            self.until_ns = None
+            return False
+        if not is_idle:
+            return True
+        if self.until_ns is None:
+            self.until_ns = now_ns + step_ns // 2
+        if now_ns < self.until_ns:
+            return True
+        self.until_ns = None
+        return False
+
+
+def _lacks_masks(seats: Iterable[Seat]) -> bool:
+    """All that could be planned are decode rows of constrained requests, and not of all of them."""
+    ready = missing = False
+    for seat in seats:
+        if seat.num_prefill_left:
+            return False
+        if not seat.num_tokens_left:
+            continue
+        if seat.request.constraint is None:
+            return False
+        if seat.may_sample:
+            ready = True
+        else:
+            missing = True
+    return ready and missing
 
 
 @dataclass(slots=True)

@@ -704,6 +704,9 @@ async def test_a_slow_constraint_holds_nobody_up_and_may_come_too_late(tmp_path)
             await rig.until(lambda: slow.num_calls == 1)
             other = make_request("other", (3,), 50)
             assert (await read(rig.engine.submit([other])))[0] == tokens_alone(other)
+            # Nor does another constrained one wait for its mask for long.
+            bound = constrained("bound", FakeConstraint(6, 1000), max_new_tokens=9)
+            assert (await read(rig.engine.submit([bound])))[0] == tokens_alone(bound)
             assert len(stream.take_ready()) == 1
             rig.engine.cancel("slow")
             # One of the same id must not get the mask of the former.

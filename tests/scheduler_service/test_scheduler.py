@@ -640,6 +640,66 @@ def test_a_constrained_request_gets_a_token_a_mask_and_the_others_keep_their_pac
         assert d.told[name].tokens == d.alone(name)
 
 
+def constrained_pair(lag):
+    """Two that decode, "b" `lag` commands behind "a", each with its mask."""
+    d = driver(run_ahead_window_ns=STEP_NS)
+    for name in ("a", "b"):
+        d.submit(constrained(name, 40, max_new_tokens=30))
+        for _ in range(lag):
+            d.step()
+    return d
+
+
+@pytest.mark.parametrize("lag", range(5))
+def test_constrained_requests_share_their_commands(lag):
+    d = constrained_pair(lag)
+    while not d.scheduler.is_empty:
+        while d.plan() is not None:
+            pass
+        d.answer()
+        # One mask is there before the other: its request waits for that one, not for itself alone.
+        for name in list(d.masks_due):
+            d.plan()
+            d.give_mask(name)
+    # As many as one's tokens, and those that the second one began later: it shares the prefix.
+    assert d.worker.last_step_id == 30 + max(1, lag)
+    for name in ("a", "b"):
+        assert d.told[name].tokens == d.alone(name)
+
+
+def test_a_slow_mask_holds_the_others_up_for_half_a_step():
+    d = constrained_pair(2)
+    while len(d.masks_due) < 2:
+        d.plan()
+        d.answer()
+    d.give_mask("a")
+    assert d.plan() is None
+    assert d.scheduler.held_until_ns == d.now_ns + STEP_NS // 2
+    d.now_ns += STEP_NS // 2 - 1
+    assert d.plan() is None
+    d.now_ns += 1
+    assert [row.slot for row in d.plan().rows] == [0]
+    assert d.scheduler.held_until_ns is None
+    # The slow one's mask comes: the other one's step is out, and it waits for that.
+    d.give_mask("b")
+    assert d.plan() is None
+    assert d.scheduler.held_until_ns is None
+    d.answer()
+    d.give_masks()
+    assert [row.slot for row in d.plan().rows] == [0, 1]
+
+
+def test_nobody_waits_for_the_mask_of_a_request_that_is_gone():
+    d = constrained_pair(2)
+    while len(d.masks_due) < 2:
+        d.plan()
+        d.answer()
+    d.give_mask("a")
+    assert d.plan() is None
+    d.cancel("b")
+    assert [row.slot for row in d.plan().rows] == [0]
+
+
 def test_no_token_without_a_mask():
     d = driver()
     d.submit(constrained("a", 9, max_new_tokens=30))

@@ -187,4 +187,4 @@ async def test_nothing_is_planned_or_told_after_the_close():
     loop.close()
     await asyncio.sleep(0)
     assert told == []
-    assert loop._deadline_timer is None
+    assert loop._timer is None
