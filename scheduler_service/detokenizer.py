@@ -42,6 +42,11 @@ class TokenBytes:
             self._add_step(step)
         self._alphabet = _byte_level_alphabet() if self._byte_level else {}
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Each letter of a token, but of an added one, stands for a byte."""
+        return self._byte_level
+
     def get(self, token_id: int, keep_control: bool = False) -> bytes:
         if token_id in self._control_ids and not keep_control:
             return b""

@@ -13,7 +13,7 @@ import tokenizers
 from .detokenizer import Detokenizer, TokenBytes, decode
 from .json_file import JsonFile, ModelFilesError
 
-# A normalizer composes at most this many characters into one.
+# A normalizer makes at most this many characters, or bytes, into one.
 MAX_SHRINK = 4
 
 
@@ -39,7 +39,12 @@ class Tokenizer:
         normalizes = any(token.get("normalized") for token in controls)
         self._normalizer = self._markup.normalizer if normalizes else None
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
+        self._counts_bytes = self.tokens.is_byte_level
+        # In bytes, which each letter of a byte-level token stands for, else in characters.
         self._longest = max(map(len, vocabulary), default=1)
+        if self._counts_bytes:
+            added_texts = (str(token["content"]).encode() for token in added)
+            self._longest = max(self._longest, *map(len, added_texts), 1)
         self._check_plain(path, (file.raw("model") or {}).get("unk_token"))
 
     def token_id(self, text: str) -> int | None:
@@ -72,8 +77,9 @@ class Tokenizer:
         return self._normalizer.normalize_str(text) if self._normalizer else text
 
     def surely_exceeds(self, text: str, num_tokens: int) -> bool:
-        """True when no tokenization of the text has num_tokens tokens or fewer. Costs nothing."""
-        return len(text) > num_tokens * self._longest * MAX_SHRINK
+        """True when no tokenization of the text has num_tokens tokens or fewer. Costs little."""
+        size = len(text.encode()) if self._counts_bytes else len(text)
+        return size > num_tokens * self._longest * MAX_SHRINK
 
     def _check_plain(self, path: Path, unknown_token: str | None) -> None:
         for text in self.special_texts - {unknown_token}:

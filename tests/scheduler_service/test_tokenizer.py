@@ -6,7 +6,7 @@ import pytest
 from tokenizer_files import byte_level, write_byte_level, write_json, write_sentencepiece
 
 from scheduler_service.json_file import ModelFilesError
-from scheduler_service.tokenizer import Tokenizer
+from scheduler_service.tokenizer import MAX_SHRINK, Tokenizer
 
 
 @pytest.fixture
@@ -69,6 +69,21 @@ def test_a_huge_text_is_known_to_be_too_long(tokenizer):
     text = "hello " * 100_000
     assert tokenizer.surely_exceeds(text, 100)
     assert not tokenizer.surely_exceeds(text, len(tokenizer.encode(text)))
+
+
+@pytest.mark.parametrize("text", ["\U0001f937" * 3000, "\u9ea4" * 4000, "hello " * 2000])
+def test_a_huge_text_is_measured_in_bytes_where_letters_are_bytes(tokenizer, text):
+    """Four times as soon, for the texts that take longest to encode."""
+    longest = max(map(len, byte_level().get_vocab(with_added_tokens=True)))
+    num_tokens = len(text.encode()) // (longest * MAX_SHRINK)
+    assert tokenizer.surely_exceeds(text, num_tokens - 1)
+    assert not tokenizer.surely_exceeds(text, num_tokens + 1)
+
+
+def test_a_huge_text_is_measured_in_characters_elsewhere(tmp_path):
+    tokenizer = Tokenizer(write_sentencepiece(tmp_path))
+    text = "\u9ea4" * 4000
+    assert not tokenizer.surely_exceeds(text, 4000 // MAX_SHRINK)
 
 
 def test_a_control_token_that_plain_text_can_make_is_refused(tmp_path):
