@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from .errors import InvalidArgumentError
 
@@ -19,6 +19,10 @@ MAX_PATTERN_PROPERTIES = 64
 MAX_JOINED_PATTERNS = 8
 # A remainder for each; 0.25 counts as 25.
 MAX_MULTIPLE_OF = 10_000
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# The library counts in floats, and overflows its stack where two bounds are below its integers.
+MAX_BOUND = 1 << 53
 
 # They say nothing about which values are allowed. So do those that begin with "x-".
 # fmt: off
@@ -117,9 +121,19 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
             raise InvalidArgumentError(
                 FIELD, f"the keyword {path}/{key[:60]} is not supported; leave it out"
             )
-    multiple = node.get("multipleOf")
-    if isinstance(multiple, int | float) and not isinstance(multiple, bool):
+    for key in BOUNDS:
+        if _is_number(bound := node.get(key)) and abs(bound) > MAX_BOUND:
+            raise InvalidArgumentError(
+                FIELD,
+                f"{path}/{key} is {str(bound)[:30]}; {-MAX_BOUND} to {MAX_BOUND} is taken, "
+                "leave it out or take the nearest",
+            )
+    if _is_number(multiple := node.get("multipleOf")):
         _check_multiple(path, multiple)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_multiple(path: str, multiple: float) -> None:

@@ -359,6 +359,10 @@ def test_an_output_that_cannot_go_on_says_so(byte_level):
         ("json_schema", '{"multipleOf": 0}', "not above 0"),
         ("json_schema", '{"multipleOf": true}', "multipleOf"),
         ("json_schema", '{"maximum": ' + "9" * 5000 + "}", "digits"),
+        # Both are the least integer to the library, whose stack overflows: the process would end.
+        ("json_schema", '{"minimum": -1e30, "maximum": -1e29}', "/minimum is -1e+30; -90071992547"),
+        ("json_schema", '{"allOf": [{"exclusiveMaximum": -1e19}]}', "/allOf/0/exclusiveMaximum is"),
+        ("json_schema", '{"type": "integer", "minimum": 9007199254740993}', "/minimum is 9007199"),
         ("choice", "", "nothing"),
         ("choose", "", "nothing"),
     ],
