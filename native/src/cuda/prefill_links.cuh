@@ -91,18 +91,21 @@ __device__ __forceinline__ void send_bytes(uint32_t to, uint32_t from, int bytes
       : "memory");
 }
 
-// A link's place in the ring, and the one behind it.
+// A link's place in the ring, and the one behind it: always in another block, for compute-sanitizer
+// takes a bulk copy from a block to itself for an error.
 template <int kTeams>
 struct Link {
   int number, count;
   int next_block, next_warp;
 
   __device__ Link(int rank, int cluster, int group, int warp_of_group)
-      : number(rank * kTeams + (kTeams > 1 ? group : 0)), count(cluster * kTeams) {
+      : number(number_of(rank, cluster, kTeams > 1 ? group : 0)), count(cluster * kTeams) {
     const int next = number + 1 == count ? 0 : number + 1;
-    next_block = next / kTeams;
-    next_warp = 4 * (kTeams > 1 ? next % kTeams : group) + warp_of_group;
+    next_block = next % cluster;
+    next_warp = 4 * (kTeams > 1 ? next / cluster : group) + warp_of_group;
   }
+
+  __device__ static int number_of(int rank, int cluster, int team) { return team * cluster + rank; }
 };
 
 // The tiles of a team's pairs, K and V of one and K and V of the other.
@@ -407,8 +410,9 @@ __global__ void __launch_bounds__((1 + kGroups) * kGroupThreads, 1)
     fewer_registers<24>();
     const int team = thread / 32;
     if (thread % 32 == 0 && team < kTeams) {
-      produce_pairs<Layout, kDim>(shared, maps, num_pairs, rank * kTeams + team, gridDim.x * kTeams,
-                                  team, kv_head);
+      const int first = Link<kTeams>::number_of(rank, gridDim.x, team);
+      produce_pairs<Layout, kDim>(shared, maps, num_pairs, first, gridDim.x * kTeams, team,
+                                  kv_head);
     }
   } else {
     more_registers<240>();
