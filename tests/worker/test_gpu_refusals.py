@@ -161,13 +161,13 @@ def test_no_gpu_is_looked_for_on_the_cpu(card: pytest.MonkeyPatch) -> None:
 
 
 def limits(weight_dtype: str, kv_dtype: str) -> ServingLimits:
-    return ServingLimits(8, 512, 256, weight_dtype, kv_dtype)
+    return ServingLimits(8, 512, 256, weight_dtype, kv_dtype, 8)
 
 
 @pytest.fixture
 def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CudaDevice without a GPU: only what it says of models."""
-    for name in ("CudaOps", "SlotTable", "CudaPeers"):
+    for name in ("CudaOps", "SlotTable", "AdjustTable", "CudaPeers"):
         if not hasattr(_native, name):
             monkeypatch.setattr(_native, name, type(name, (), {}), raising=False)
     from worker.cuda_device import CudaDevice
@@ -252,7 +252,7 @@ def test_warm_up_has_few_and_many_rows_and_leaves_no_trace(
     done: list[Any] = []
     cuda_device._stream = SimpleNamespace(synchronize=lambda: done.append("done"))
     decoder: Any = SimpleNamespace(
-        limits=ServingLimits(8, max_seq_len, max_step_tokens, "bfloat16", "bfloat16"),
+        limits=ServingLimits(8, max_seq_len, max_step_tokens, "bfloat16", "bfloat16", 8),
         forward=done.append,
         cache=SimpleNamespace(clear=done.append),
     )
