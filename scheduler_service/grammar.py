@@ -47,6 +47,8 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _LARK_LITERAL = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?P<regex>(?:\\.|[^/\\\n])+)/|//[^\n]*|#[^\n]*', re.ASCII
 )
+# Terminals are written into each other when a grammar is read, rules are not.
+_LARK_TERMINAL = re.compile(r"^[ \t]*[?!_]*[A-Z]\w*[^:\n]*:", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL
@@ -343,6 +345,7 @@ def _lark(source: str) -> str:
     for literal in _LARK_LITERAL.finditer(source):
         _check_size("grammar", len(literal["regex"] or ""), MAX_REGEX_CHARS, "characters a regex")
     bare = _LARK_LITERAL.sub(" ", source)
+    _check_size("grammar", len(_LARK_TERMINAL.findall(bare)), MAX_GRAMMAR_RULES, "terminals")
     for pattern, message in _NOT_IN_LARK:
         if found := pattern.search(bare):
             raise InvalidArgumentError("grammar", message.format(repr(found[0].strip()[:60])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
@@ -57,6 +58,9 @@ def checked_schema(source: str) -> dict[str, Any]:
     if any(_joins(node) for _, node in nodes):
         num_joined = len(patterns) + sum("format" in node for _, node in nodes)
         _check_at_most(num_joined, MAX_JOINED_PATTERNS, "patterns and formats, joined by allOf")
+        multiples = (node.get("multipleOf") for _, node in nodes)
+        remainders = math.lcm(*(_digits(each) for each in multiples if _is_number(each)))
+        _check_at_most(remainders, MAX_MULTIPLE_OF, "remainders of multipleOf, joined by allOf,")
     return schema
 
 
@@ -139,14 +143,18 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _check_multiple(path: str, multiple: float) -> None:
     if not 0 < multiple < float("inf"):
         raise InvalidArgumentError(FIELD, f"{path}/multipleOf is {multiple}, not above 0")
-    digits = "".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits))
-    scaled = max(int(digits), int(multiple))
-    if scaled > MAX_MULTIPLE_OF:
+    if _digits(multiple) > MAX_MULTIPLE_OF:
         raise InvalidArgumentError(
             FIELD,
             f"{path}/multipleOf is {str(multiple)[:30]}; at most {MAX_MULTIPLE_OF} is taken, "
             "the digits of a fraction counted as an integer",
         )
+
+
+def _digits(multiple: float) -> int:
+    """Remainders to be told apart: the digits of a fraction as an integer."""
+    digits = "".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits))
+    return max(int(digits), int(multiple))
 
 
 def _patterns(node: dict[str, Any]) -> list[str]:
