@@ -55,11 +55,13 @@ def checked_schema(source: str) -> dict[str, Any]:
     _check_at_most(sum(map(len, patterns)), MAX_PATTERN_CHARS_IN_ALL, "characters of all patterns")
     num_names = sum(len(node.get("patternProperties", ())) for _, node in nodes)
     _check_at_most(num_names, MAX_PATTERN_PROPERTIES, "patternProperties")
+    found = (node.get("multipleOf") for _, node in nodes)
+    multiples = [_digits(multiple) for multiple in found if _is_number(multiple)]
+    _check_at_most(sum(multiples), MAX_MULTIPLE_OF, "remainders of every multipleOf")
     if any(_joins(node) for _, node in nodes):
         num_joined = len(patterns) + sum("format" in node for _, node in nodes)
         _check_at_most(num_joined, MAX_JOINED_PATTERNS, "patterns and formats, joined by allOf")
-        multiples = (node.get("multipleOf") for _, node in nodes)
-        remainders = math.lcm(*(_digits(each) for each in multiples if _is_number(each)))
+        remainders = math.lcm(*multiples)
         _check_at_most(remainders, MAX_MULTIPLE_OF, "remainders of multipleOf, joined by allOf,")
     return schema
 

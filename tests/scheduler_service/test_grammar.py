@@ -359,8 +359,9 @@ def test_an_output_that_cannot_go_on_says_so(byte_level):
         ("json_schema", '{"multipleOf": 0}', "not above 0"),
         ("json_schema", '{"multipleOf": true}', "multipleOf"),
         ("json_schema", '{"maximum": ' + "9" * 5000 + "}", "digits"),
-        ("json_schema", '{"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}',
-         "99400891 remainders of multipleOf"),
+        ("json_schema", '{"allOf": [{"multipleOf": 101}, {"multipleOf": 0.0103}]}',
+         "10403 remainders of multipleOf, joined"),
+        ("json_schema", '{"items": {"multipleOf": 9973}, "multipleOf": 28}', "10001 remainders of"),
         ("json_schema", '{"allOf": [{"multipleOf": 4}, {"multipleOf": true}]}', "multipleOf"),
         ("grammar", 'start: A\nA: "x"\n' + '_B : /y/\n' * 500, "501 terminals are too many"),
         # Both are the least integer to the library, whose stack overflows: the process would end.
