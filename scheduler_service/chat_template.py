@@ -52,6 +52,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
 
+    def mentions(self, name: str) -> bool:
+        """Whether the name occurs in the source; a variable that does not has no effect."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

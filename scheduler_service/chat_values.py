@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -56,17 +56,29 @@ def num_json_chars(chat: ChatInput) -> int:
     return sum(len(text) for _, text in _json_texts(chat))
 
 
-def chat_values(chat: ChatInput, knows_no_content: bool) -> ChatValues:
+def chat_values(
+    chat: ChatInput, knows_no_content: bool, mentions: Callable[[str], bool]
+) -> ChatValues:
     """Reads the JSON texts of a checked chat; InvalidArgumentError for the first that is wrong.
 
     What is unset or empty is absent. Only content is always there: templates add to it without a
     look. knows_no_content: the template asks if content is none, which is then so where an
-    assistant's message has calls alone.
+    assistant's message has calls alone. mentions: whether a name occurs in the template; a variable
+    that does not would be ignored.
     """
     variables = _object(chat.template_kwargs_json, KWARGS)
     for name in SERVER_VARIABLES:
         if name in variables:
             raise InvalidArgumentError(KWARGS, f"{name} is set by the server; leave it out")
+    for name in variables:
+        if not mentions(name):
+            raise InvalidArgumentError(
+                KWARGS, f"{name[:100]!r} is no variable of this model's template; leave it out"
+            )
+    if chat.tools and not mentions("tools"):
+        raise InvalidArgumentError(
+            "chat.tools", "this model's chat template takes no tools; leave them out"
+        )
     if chat.tools:
         if "tools" in variables:
             raise InvalidArgumentError(KWARGS, "sets tools, and so does chat.tools; leave one out")

@@ -151,7 +151,7 @@ class PromptReader:
 
     def _render(self, chat: ChatInput, max_ns: int) -> _Chat:
         assert self._template is not None
-        values = chat_values(chat, self._template.knows_no_content)
+        values = chat_values(chat, self._template.knows_no_content, self._template.mentions)
         typed = TypedText(_strings([self._template.source, values.messages, values.variables]))
         rendered = self._template.render(
             [self._hidden(message, typed) for message in values.messages],

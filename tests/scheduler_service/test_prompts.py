@@ -261,6 +261,19 @@ def reader_of(tmp_path, template):
     return load_model(write_model(tmp_path, template), "").reader
 
 
+async def test_what_the_template_does_not_read_is_refused_and_not_ignored(tmp_path):
+    reader = reader_of(tmp_path, "{{ messages | tojson }}{% if thinking %}!{% endif %}")
+    tools = (Tool("weather"),)
+    with pytest.raises(InvalidArgumentError, match=r"chat\.tools: .* takes no tools"):
+        await reader.render_chat(chat(("user", "q"), tools=tools))
+    with pytest.raises(
+        InvalidArgumentError, match=r"template_kwargs_json: 'thinkin' is no variable"
+    ):
+        await reader.render_chat(chat(("user", "q"), template_kwargs_json='{"thinkin": true}'))
+    text, _ = await reader.render_chat(chat(("user", "q"), template_kwargs_json='{"thinking": 1}'))
+    assert text.endswith("!")
+
+
 SEEN = "{{ messages | tojson }}{{ tools | tojson }}"
 WEATHER = Tool("weather", "Tells it.", '{"type": "object", "properties": {"city": {}}}')
 
