@@ -16,9 +16,9 @@ CHAT = pb.Chat(
         pb.ChatMessage(role="user", content="hi \u4f60"),
         pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments_json="{}")]),
     ],
-    template_kwargs_json='{"a": [1]}',
-    tools=[pb.Tool(name="f", description="d", parameters_json='{"type": "object"}')],
+    template_kwargs_json='{"message": [1]}',
 )
+TOOLS = [pb.Tool(name="f", description="d", parameters_json='{"type": "object"}')]
 GOOD = {
     "Complete": [
         pb.GenerateRequest(text="hello", sampling=SAMPLING, max_new_tokens=3, stop=["ab", "c"]),
@@ -27,7 +27,11 @@ GOOD = {
     ],
     "Tokenize": [pb.TokenizeRequest(text="a \u4f60 <|im_end|>", parse_control_tokens=True)],
     "Detokenize": [pb.DetokenizeRequest(token_ids=[1, 300, 5], keep_control_tokens=True)],
-    "RenderChat": [pb.RenderChatRequest(chat=CHAT)],
+    "RenderChat": [
+        pb.RenderChatRequest(chat=CHAT),
+        # Well made, though this template takes no tools.
+        pb.RenderChatRequest(chat=pb.Chat(messages=CHAT.messages, tools=TOOLS)),
+    ],
     "Cancel": [pb.CancelRequest(request_id="me")],
 }
 ANSWERED = {
