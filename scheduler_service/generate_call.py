@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,7 +18,7 @@ class TextInput:
 class IdsInput:
     """A prompt as token ids."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .limits import PrefixCacheCounters
-from .prefix_index import Kept, Match, PrefixIndex, PrefixReuse
+from .prefix_index import NO_MATCH, Kept, Match, PrefixIndex, PrefixReuse
 from .request import Request
 from .seat import Seat
 from .step import PrefillChunk, Prefix
@@ -29,15 +29,17 @@ class PrefixPlan:
         self._num_slots = num_slots
         self._counters = counters
 
-    def choose_slot(self, free: Sequence[int], request: Request, prompt: array[int]) -> int:
+    def choose_slot(self, free: Sequence[int], request: Request) -> int:
         """Of the free slots, least recently used first, the one for a request."""
-        return self.index.choose(free, self._wanted(request, prompt), request.cache_salt)
+        wanted = self._wanted(request, request.prompt_token_ids)
+        return self.index.choose(free, wanted, request.cache_salt)
 
     def join(self, seat: Seat, earlier: Iterable[Seat]) -> None:
         """A seat that is to start. `earlier`: those admitted before it, in order."""
-        seat.wanted = self._wanted(seat.request, seat.known_token_ids)
+        seat.wanted = self._wanted(seat.request, seat.prefill_token_ids)
         seat.ahead = list(self._ahead(seat, earlier))
-        seat.found = self._find(seat, ())
+        # With nobody ahead `must_wait` looks by itself.
+        seat.found = self._find(seat, ()) if seat.ahead else NO_MATCH
 
     def _wanted(self, request: Request, known: array[int]) -> array[int]:
         """The tokens that may be taken over: never the last one, whose logits are wanted."""
@@ -90,9 +92,11 @@ class PrefixPlan:
         return not seat.is_started or self.index.holds(seat.slot, seat.generation)
 
     def take(self, seat: Seat, taken: Collection[int]) -> Prefix | None:
-        """The prefix of a seat that starts. `taken`: slots that start in the same command before
-        it, whose tokens are lost by then."""
-        found = self._find(seat, taken)
+        """The prefix of a seat that starts, about which `must_wait` was asked for this command.
+
+        `taken`: slots that start in it before this one, whose tokens are lost by then.
+        """
+        found = self._find(seat, taken) if seat.found.slot in taken else seat.found
         seat.ahead = []
         if not found.length:
             return None
@@ -109,7 +113,7 @@ class PrefixPlan:
 
     def note_chunk(self, seat: Seat, chunk: PrefillChunk) -> None:
         """The chunk's command is planned whole, and will be sent."""
-        token_ids = seat.known_token_ids
+        token_ids = seat.prefill_token_ids
         end = chunk.start + len(chunk.token_ids)
         if chunk.setup is None:
             self.index.extend(seat.slot, seat.generation, token_ids[chunk.start : end])
@@ -132,7 +136,10 @@ class PrefixPlan:
     def _count(self, seat: Seat, prefix: Prefix | None) -> None:
         """At a request's first start only; a rebuild is no business of its caller."""
         counters, request = self._counters, seat.request
-        shared = self.index.length_in(seat.slot, seat.wanted, request.cache_salt)
+        if prefix is not None and prefix.source_slot == seat.slot:
+            shared = prefix.length
+        else:
+            shared = self.index.length_in(seat.slot, seat.wanted, request.cache_salt)
         num_lost = self.index.num_tokens(seat.slot) - shared
         counters.num_evictions += num_lost > 0
         counters.num_evicted_tokens += num_lost

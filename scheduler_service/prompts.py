@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .chat_output import END_THINK, THINK
 from .chat_template import MAX_NS, ChatTemplate, TemplateTimeError, TypedText, control_pattern
 from .chat_values import chat_values, check_chat, num_json_chars
@@ -133,7 +135,7 @@ class PromptReader:
         self.check_ids(found.token_ids, "chat")
         return found
 
-    async def decode(self, token_ids: tuple[int, ...], keep_control_tokens: bool) -> str:
+    async def decode(self, token_ids: Sequence[int], keep_control_tokens: bool) -> str:
         self.check_ids(token_ids, "token_ids")
         return await self._in_thread_if_big(
             len(token_ids),
@@ -142,8 +144,9 @@ class PromptReader:
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """InvalidArgumentError for the first id outside the vocabulary."""
-        if ids and max(ids) >= self._vocab_size:
-            place = next(i for i, token_id in enumerate(ids) if token_id >= self._vocab_size)
+        is_outside = np.asarray(ids, dtype=np.uintc) >= self._vocab_size
+        if is_outside.any():
+            place = int(is_outside.argmax())
             raise InvalidArgumentError(
                 f"{field}[{place}]",
                 f"token id {ids[place]} is outside the vocabulary, below {self._vocab_size}",

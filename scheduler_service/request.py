@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -85,7 +86,8 @@ class Request:
     """One request, validated. The first block never changes, the scheduler writes the second."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    # Of type code "I": compared and cut at the speed of memory. One for all answers to a call.
+    prompt_token_ids: array[int]
     sampling: Sampling
     max_new_tokens: int
     # Sampling one of these ends the request with STOP; empty when nothing does.

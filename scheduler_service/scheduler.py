@@ -11,7 +11,6 @@ generation and dropped. What a slot holds outlives its tenant (prefix_index.py) 
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -302,19 +301,11 @@ class Scheduler:
             request.admitted_ns = now_ns
 
     def _seat(self, request: Request) -> Seat:
-        known = self._known_token_ids(request)
-        index = self.prefixes.choose_slot(self.table.free(), request, known)
+        index = self.prefixes.choose_slot(self.table.free(), request)
         slot = self.table.take(index, request.request_id)
         seat = Seat(request, slot.index, slot.generation, slot.decode_row, mask=request.first_mask)
-        seat.start(slot.generation, known)
+        seat.start(slot.generation)
         return seat
-
-    def _known_token_ids(self, request: Request) -> array[int]:
-        """The prompt; made once for all answers to a call."""
-        for seat in self.seats.values():
-            if seat.prefill_token_ids is request.prompt_token_ids:
-                return seat.known_token_ids
-        return array("I", request.prompt_token_ids)
 
     def _count_step(self, step: Outstanding, result: StepResult) -> None:
         if step.has_prefill:

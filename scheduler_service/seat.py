@@ -24,9 +24,7 @@ class Seat:
     # Its row among those that decode, as long as it runs.
     decode_row: int
     # Tokens [0, len) to prefill: the prompt and, after a rebuild, the tokens generated so far.
-    prefill_token_ids: tuple[int, ...] = ()
-    # The same, to be compared and cut fast.
-    known_token_ids: array[int] = field(default_factory=lambda: array("I"))
+    prefill_token_ids: array[int] = field(default_factory=lambda: array("I"))
     # Of prefill_token_ids, [0, num_prefill_planned) is in commands, or in a prefix they name.
     num_prefill_planned: int = 0
     # Generated tokens that are known or in commands.
@@ -99,7 +97,7 @@ class Seat:
         """Of its wanted tokens, those that the other one's begin with too."""
         if self.prefill_token_ids is other.prefill_token_ids:
             return len(self.wanted)
-        return common_length(other.known_token_ids, self.wanted)
+        return common_length(other.prefill_token_ids, self.wanted)
 
     def take_chunk(self, max_tokens: int, prefix: Prefix | None) -> tuple[PrefillChunk, PlannedRow]:
         """Plans the next chunk, of at most max_tokens (1 to num_prefill_ready) tokens, behind the
@@ -115,7 +113,7 @@ class Seat:
             slot=self.slot,
             generation=self.generation,
             start=start,
-            token_ids=self.prefill_token_ids[start:end],
+            token_ids=tuple(self.prefill_token_ids[start:end]),
             sample=sample,
             setup=setup,
             prefix=prefix,
@@ -140,18 +138,19 @@ class Seat:
         self.num_generated_planned += num_tokens
         return row, PlannedRow(self.slot, self.generation, 0, num_tokens, self.has_logprobs)
 
-    def start(self, generation: int, known: array[int] | None = None) -> None:
+    def start(self, generation: int) -> None:
         """In a slot that is new to it: all that is known is to be prefilled, and it goes on there.
 
-        `known`: these tokens, if they are at hand. The mask stays: it depends on the number of
-        tokens alone.
+        The mask stays: it depends on the number of tokens alone.
         """
         request = self.request
         self.generation = generation
         self.prefill_token_ids = request.prompt_token_ids
         if request.generated_token_ids:
-            self.prefill_token_ids += tuple(request.generated_token_ids)
-        self.known_token_ids = array("I", self.prefill_token_ids) if known is None else known
+            # A new array: the prompt is the request's.
+            self.prefill_token_ids = self.prefill_token_ids + array(
+                "I", request.generated_token_ids
+            )
         self.num_prefill_planned = 0
         self.num_generated_planned = len(request.generated_token_ids)
         self.num_computed = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -83,7 +84,7 @@ def make_requests(
 ) -> list[Request]:
     """A request per answer to a checked call: defaults filled in, id and seed drawn where unset."""
     call_id = f"req-{secrets.token_hex(12)}" if call.request_id is None else call.request_id
-    prompt = tuple(prompt_token_ids)
+    prompt = array("I", prompt_token_ids)
     max_new_tokens = _room(call.max_new_tokens, len(prompt), limits.max_seq_len)
     sampling = _sampling(call, limits)
     return [

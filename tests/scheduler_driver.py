@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ def make_request(
     sampling = fields.pop("sampling", Sampling(0.8, 1.0, 0, 0.0, fields.pop("seed", 1)))
     return Request(
         request_id=request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=array("I", prompt),
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         end_token_ids=frozenset(fields.pop("end_token_ids", ())),

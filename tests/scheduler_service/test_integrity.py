@@ -92,7 +92,7 @@ def wait_for_nobody(scheduler):
     first = scheduler.seats[0]
     scheduler.cancel("b", FinishReason.CANCELLED, 0)
     scheduler._admit(0)
-    first.prefill_token_ids += (7,)
+    first.prefill_token_ids = first.prefill_token_ids + array("I", (7,))
     first.num_generated_planned -= 1
     scheduler.seats[1].ahead = [(first, 500)]
     scheduler.seats.pop(0)

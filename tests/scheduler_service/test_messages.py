@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -127,7 +128,7 @@ def test_no_field_of_a_part_is_ignored(kind):
 
 def test_the_other_inputs():
     ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1]))
-    assert messages.generate_call(ids).prompt == IdsInput((3, 1))
+    assert messages.generate_call(ids).prompt == IdsInput(array("I", (3, 1)))
     message = pb.ChatMessage(role="user", content="")
     absent = pb.ChatMessage(role="assistant")
     chat = pb.Chat(messages=[message, absent], template_kwargs_json="{}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,7 @@ def float32(value: float) -> float:
 def test_a_request_with_nothing_set():
     made = request()
     assert made.request_id.startswith("req-")
-    assert made.prompt_token_ids == (1, 2, 3)
+    assert made.prompt_token_ids == array("I", (1, 2, 3))
     sampling = made.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
     assert sampling.min_p == 0.05
