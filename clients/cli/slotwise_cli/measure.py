@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from slotwise_client import AsyncClient, Delta, ModelInfo
+from slotwise_client import AsyncClient, AsyncStream, Delta, GenerateOptions, ModelInfo
 
 Prompts = Sequence[Sequence[int]]
 
@@ -30,7 +30,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When one request was sent (s), and when how many of its tokens arrived."""
+    """When one request was handed to gRPC (s), and when how many of its tokens arrived."""
 
     sent: float
     arrivals: tuple[tuple[float, int], ...]
@@ -84,13 +84,18 @@ class Run:
 async def run_once(client: AsyncClient, prompts: Prompts, new_tokens: int) -> Run:
     """Send all prompts at once and wait for all answers; the prefix cache is flushed before.
 
+    The clock starts when the messages are built, before any is serialized or sent.
+
     `prefill_share` is the part of the workers' step time in steps that held a prefill chunk; it is
     that of the server, so nothing else should run there.
     """
     await client.flush_cache(timeout=60)
     before = await client.load(timeout=60)
-    requests = (_follow(client, prompt, new_tokens) for prompt in prompts)
-    timelines = await asyncio.gather(*requests)
+    options: GenerateOptions = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    # Each is sent as soon as this task waits.
+    streams = [client.generate(prompt, timeout=600, **options) for prompt in prompts]
+    sent = time.perf_counter()
+    timelines = await asyncio.gather(*(_follow(stream, sent) for stream in streams))
     after = await client.load(timeout=60)
     prefill = after.prefill_step_ns - before.prefill_step_ns
     decode = after.decode_step_ns - before.decode_step_ns
@@ -134,12 +139,8 @@ def _ms_per_token(window: Sequence[tuple[float, int]]) -> float:
     return seconds * 1e3 / sum(count for _, count in window[1:])
 
 
-async def _follow(client: AsyncClient, prompt: Sequence[int], new_tokens: int) -> Timeline:
+async def _follow(stream: AsyncStream, sent: float) -> Timeline:
     arrivals: list[tuple[float, int]] = []
-    sent = time.perf_counter()
-    stream = client.generate(
-        prompt, temperature=0, max_new_tokens=new_tokens, ignore_eos=True, timeout=600
-    )
     async for event in stream:
         if isinstance(event, Delta) and event.token_ids:
             arrivals.append((time.perf_counter(), len(event.token_ids)))

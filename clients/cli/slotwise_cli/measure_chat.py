@@ -238,7 +238,6 @@ class _Reading:
         self, client: AsyncClient, prompt: Prompt, new_tokens: int, ignore_eos: bool, parse: bool
     ) -> None:
         self.started = asyncio.Event()
-        self._sent = time.perf_counter()
         self._first = 0.0
         self._token_ids: list[int] = []
         self._text = self._reasoning = ""
@@ -251,6 +250,8 @@ class _Reading:
             parse_output=parse,
             timeout=TIMEOUT_S,
         )
+        # The message is built; it is serialized and sent as soon as the reader waits.
+        self._sent = time.perf_counter()
 
     async def read(self) -> None:
         """To its end; dropped when this is cancelled."""

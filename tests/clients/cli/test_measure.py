@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from clients.scripted_server import WORDS
 
@@ -84,6 +86,26 @@ def test_prompts_are_of_the_length_distinct_and_repeatable():
     assert all(len(prompt) == 40 for prompt in prompts)
     used = {token_id for prompt in prompts for token_id in prompt}
     assert used <= set(range(50)) - {1, 2, 7}
+
+
+class Noting(AsyncClient):
+    """Notes when each request was built."""
+
+    def __init__(self, address):
+        super().__init__(address)
+        self.built = []
+
+    def generate(self, *args, **options):
+        stream = super().generate(*args, **options)
+        self.built.append(time.perf_counter())
+        return stream
+
+
+async def test_no_clock_starts_before_all_requests_are_built(served):
+    async with Noting(served.address) as client:
+        run = await run_once(client, [[3, 4], [5, 6]], new_tokens=5)
+        assert len(client.built) == 2
+        assert min(timeline.sent for timeline in run.timelines) >= max(client.built)
 
 
 async def test_a_round_asks_for_fixed_work_of_each_prompt(served):
