@@ -25,6 +25,7 @@ if(slotwise_use_cuda)
     src/cuda/adjust_logits.cu
     src/cuda/all_reduce.cu
     src/cuda/attention_float32.cu
+    src/cuda/copy_prefix.cu
     src/cuda/decode_attention.cu
     src/cuda/decode_attention_tma.cu
     src/cuda/device.cu

@@ -23,6 +23,7 @@ IDLE, CORRUPTED = -2, -1
 ONCE = 1
 
 
+_MODULES = ("cuda_backend", "cuda_slots", "cuda_prefill", "cuda_runner")
 REPETITION, FREQUENCY, BIASED, MIN_LEN, MASKED = (1 << bit for bit in range(5))
 SEEN_IN_PROMPT = 1 << 30
 
@@ -134,9 +135,11 @@ class CudaOps:
         values: Tensor,
         slot: int,
         start: int,
+        place: Tensor | None = None,
     ) -> None:
-        rows, heads, dim = qkv.shape[0], keys.shape[2], keys.shape[3]
-        by_head = qkv.view(rows, -1, dim)
+        slot, start, rows = _place(place, slot, start, qkv.shape[0])
+        heads, dim = keys.shape[2], keys.shape[3]
+        by_head = qkv[:rows].view(rows, qkv.shape[1] // dim, dim)
         end = start + rows
         angles = cos[start:end, None], sin[start:end, None]
         q, k, v = by_head[:, : -2 * heads], by_head[:, -2 * heads : -heads], by_head[:, -heads:]
@@ -153,16 +156,23 @@ class CudaOps:
         start: int,
         scale: float,
         out: Tensor,
+        place: Tensor | None = None,
     ) -> None:
-        rows, heads, dim = qkv.shape[0], keys.shape[2], keys.shape[3]
-        q = qkv.view(rows, -1, dim)[:, : -2 * heads].float()
+        slot, start, rows = _place(place, slot, start, qkv.shape[0])
+        heads, dim = keys.shape[2], keys.shape[3]
+        q = qkv[:rows].view(rows, qkv.shape[1] // dim, dim)[:, : -2 * heads].float()
         group = q.shape[1] // heads
         # A row at a time: its bits do not depend on the others.
         for row, end in enumerate(range(start + 1, start + rows + 1)):
             k = keys[slot, :end].float().repeat_interleave(group, 1)
             v = values[slot, :end].float().repeat_interleave(group, 1)
             weights = ((q[row] * k).sum(-1) * scale).softmax(0)
-            out.view(rows, -1, dim)[row] = (weights[:, :, None] * v).sum(0)
+            out[row].view(-1, dim)[:] = (weights[:, :, None] * v).sum(0)
+
+    def copy_prefix(self, cache: Tensor, source: int, target: int, length: int) -> None:
+        assert source != target
+        # The fake's cache is the CPU's.
+        cache[:, target, :length] = cache[:, source, :length]
 
     def begin_command(self, table: SlotTable) -> None:
         rows = (table.scheduled != 0) & (table.active == 1)
@@ -279,15 +289,19 @@ class Event:
         return 1.0
 
 
+def _place(place: Tensor | None, slot: int, start: int, rows: int) -> tuple[int, int, int]:
+    return (slot, start, rows) if place is None else tuple(place.tolist())
+
+
 def install(monkeypatch: Any) -> None:
     """Puts the fake in the place of the native library's GPU part, and of torch's."""
     monkeypatch.setattr(_native, "CudaOps", CudaOps, raising=False)
     monkeypatch.setattr(_native, "SlotTable", SlotTable, raising=False)
     monkeypatch.setattr(_native, "AdjustTable", AdjustTable, raising=False)
-    names = [f"worker.{name}" for name in ("cuda_backend", "cuda_slots", "cuda_runner")]
+    names = [f"worker.{name}" for name in _MODULES]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    cuda_backend, cuda_slots, cuda_runner = map(importlib.import_module, names)
+    cuda_backend, cuda_slots, _, cuda_runner = map(importlib.import_module, names)
     monkeypatch.setattr(cuda_backend, "fix_arithmetic", lambda: None)
     monkeypatch.setattr(torch, "mm", _mm)
     monkeypatch.setattr(cuda_slots, "_pinned", lambda tensor: tensor.clone())

@@ -12,7 +12,15 @@ import torch
 from worker_driver import Driver, by_slot, sampling
 
 from worker import _native
-from worker.batch import DecodeRow, ForwardBatch, Row, StepCommand, StepResult, TokenLogprobs
+from worker.batch import (
+    DecodeRow,
+    ForwardBatch,
+    PrefillChunk,
+    Row,
+    StepCommand,
+    StepResult,
+    TokenLogprobs,
+)
 from worker.executor import Submitted
 
 DEVICE = "cuda"
@@ -43,6 +51,8 @@ class GpuDriver(Driver):
         self.runner: Any = self.executor.runner
         self.logprobs: dict[tuple[int, int], list[TokenLogprobs]] = {}
         self._graphs = self.runner._steps
+        self._run_chunks = self.runner._chunks.forward
+        self.runner._chunks.forward = self._recording_chunks
         self.watched = True
 
     @property
@@ -78,15 +88,33 @@ class GpuDriver(Driver):
         return result
 
     def _recording_forward(self, batch: ForwardBatch) -> torch.Tensor:
-        decode = zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)
-        rows = list(decode) if batch.num_decode_rows else []
+        if batch.chunks:
+            return self._forward(batch)
+        rows = self._table_rows()
         logits = self._forward(batch)
+        self._keep_rows(rows, logits)
+        return logits
+
+    def _recording_chunks(
+        self, chunks: tuple[PrefillChunk, ...], mixed: bool
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        rows = self._table_rows() if mixed else []
+        batch, logits = self._run_chunks(chunks, mixed)
+        self._keep_rows(rows, logits)
+        sampled = [chunk for chunk in chunks if chunk.sample]
+        for row, chunk in enumerate(sampled, len(rows)):
+            self._keep(chunk.slot, chunk.start + len(chunk.token_ids), logits[row])
+        return batch, logits
+
+    def _table_rows(self) -> list[tuple[int, int]]:
+        """Slots and positions of the table's rows in the next step."""
+        slots = self.runner._slots
+        return list(zip(slots.cache_slot.tolist(), slots.row_position.tolist(), strict=True))
+
+    def _keep_rows(self, rows: list[tuple[int, int]], logits: torch.Tensor) -> None:
         for row, (slot, position) in enumerate(rows):
             if position >= 0:
                 self._keep(slot, position + 1, logits[row])
-        for span in batch.sampled_chunks:
-            self._keep(span.slot, span.start + 1, logits[span.first_row])
-        return logits
 
     def _keep(self, slot: int, position: int, row: torch.Tensor) -> None:
         # A copy in any case, so that the next step cannot change it.

@@ -303,8 +303,14 @@ class CudaOps:
         v_cache: Tensor,
         slot: int,
         start: int,
+        place: Tensor | None = None,
     ) -> None:
-        """Row t is position start + t of the slot: q normed and rotated in place, k, v appended."""
+        """Row t is position start + t of the slot: q normed and rotated in place, k, v appended.
+
+        `place`, int32 [3]: slot, start and how many of the rows there are, read by the device when
+        it comes to it, in the stead of the arguments; so a captured launch serves many chunks.
+        Values are not checked: the rows must lie in the slot.
+        """
 
     def prefill_attention(
         self,
@@ -315,8 +321,15 @@ class CudaOps:
         start: int,
         scale: float,
         out: Tensor,
+        place: Tensor | None = None,
     ) -> None:
-        """Row t attends [0, start + t] of the slot; q as rope_append left it."""
+        """Row t attends [0, start + t] of the slot; q as rope_append left it; `place` as there."""
+
+    def copy_prefix(self, cache: Tensor, source: int, target: int, length: int) -> None:
+        """The first `length` positions of slot `source` become those of `target`, another one.
+
+        cache [N, S, H, P, D] holds N tensors, of all layers; D a multiple of 16 bytes.
+        """
 
     def begin_command(self, table: SlotTable) -> None:
         """row_token and row_position from scheduled, active, last_token and length."""

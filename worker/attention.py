@@ -6,7 +6,6 @@ S slots, P positions of a slot, T rows of a forward, L layers, H_q / H_kv heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from torch import Tensor
 from worker._native import CpuOps
 from worker.batch import ForwardBatch
 from worker.weights import TORCH_DTYPES, LayerWeights
-
-if TYPE_CHECKING:
-    from worker._native import CudaOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +32,30 @@ class CacheShape:
 class SlotCache:
     """Keys and values of every slot: per layer two tensors [S, P, H_kv, D], zero at first.
 
-    On a GPU the positions of a head lie one after another in memory.
+    `memory` is all of them, keys before values: [2 L, S, P, H_kv, D]. On a GPU the positions of a
+    head lie one after another: [2 L, S, H_kv, P, D].
     """
 
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.shape = shape
-        self.keys = [_layer(shape, device) for _ in range(shape.num_layers)]
-        self.values = [_layer(shape, device) for _ in range(shape.num_layers)]
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of slot `source` become those of `target`."""
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :length].copy_(tensor[source, :length])
+        on_gpu = device.type == "cuda"
+        places = [shape.max_seq_len, shape.num_kv_heads]
+        self.memory = torch.empty(
+            2 * shape.num_layers,
+            shape.num_slots,
+            *(places[::-1] if on_gpu else places),
+            shape.head_dim,
+            dtype=TORCH_DTYPES[shape.dtype],
+            device=device,
+        )
+        # Written once here, so that the memory is really there and does not grow later.
+        self.memory.zero_()
+        layers = (self.memory.transpose(2, 3) if on_gpu else self.memory).unbind()
+        self.keys, self.values = layers[: shape.num_layers], layers[shape.num_layers :]
 
     def clear(self, slot: int) -> None:
         """Zeroes a slot in every layer."""
-        for tensor in (*self.keys, *self.values):
-            tensor[slot].zero_()
-
-
-def _layer(shape: CacheShape, device: torch.device) -> Tensor:
-    slots, positions, heads, dim = (
-        shape.num_slots,
-        shape.max_seq_len,
-        shape.num_kv_heads,
-        shape.head_dim,
-    )
-    dtype = TORCH_DTYPES[shape.dtype]
-    if device.type == "cuda":
-        return torch.zeros(slots, heads, positions, dim, dtype=dtype, device=device).transpose(1, 2)
-    # Written once here, so that the memory is really there and does not grow later.
-    return torch.empty(slots, positions, heads, dim, dtype=dtype).zero_()
+        self.memory[:, slot].zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +84,11 @@ class Attention:
             self.cache.values[index],
         )
 
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of slot `source` become those of `target`."""
+        memory = self.cache.memory
+        memory[:, target, :length] = memory[:, source, :length]
+
     def attend(
         self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
     ) -> None:
@@ -111,19 +105,8 @@ class Attention:
                 self.scale,
                 out[:decode],
             )
-        attend_chunks(self.ops, keys, values, batch, qkv, self.scale, out)
-
-
-def attend_chunks(
-    ops: CpuOps | CudaOps,
-    keys: Tensor,
-    values: Tensor,
-    batch: ForwardBatch,
-    qkv: Tensor,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """The rows of the batch's chunks: a chunk at a time, over keys and values of its slot."""
-    for chunk in batch.chunks:
-        rows = slice(chunk.first_row, chunk.end_row)
-        ops.prefill_attention(qkv[rows], keys, values, chunk.slot, chunk.start, scale, out[rows])
+        for chunk in batch.chunks:
+            rows = slice(chunk.first_row, chunk.end_row)
+            self.ops.prefill_attention(
+                qkv[rows], keys, values, chunk.slot, chunk.start, self.scale, out[rows]
+            )

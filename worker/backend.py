@@ -26,6 +26,9 @@ class AttentionRunner(Protocol):
     def scale(self) -> float:
         """Factor of the scores."""
 
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of slot `source` become those of `target`, another one."""
+
     def append(self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor) -> None:
         """Norms and rotates qkv [T, (H_q + 2 H_kv) D]; K and V go to layer `index` of the cache."""
 

@@ -148,12 +148,17 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Rows [first_row, end_row) of a forward: one slot, positions from `start`."""
+    """Rows [first_row, end_row) of a forward: one slot, positions from `start`.
+
+    With `place`, int32 [3] on a GPU, slot, start and how many of the rows there are stand in it
+    when the forward comes to them, and `slot` and `start` mean nothing.
+    """
 
     first_row: int
     end_row: int
     slot: int
     start: int
+    place: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

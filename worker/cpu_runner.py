@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from worker.batch import BatchBuffers, PrefillChunk, SlotSetup
+from worker.batch import BatchBuffers, ForwardBatch, PrefillChunk, SlotSetup
 from worker.cpu_backend import CpuBackend
 from worker.decoder import Decoder
 from worker.runner import CORRUPTED, Drawn, Outcome, StepWork, prompt_rows
@@ -95,7 +95,7 @@ class CpuRunner:
             self._seats[chunk.slot].num_computed += len(chunk.token_ids)
         drawn = self._draw(logits, [*slots, *work.sampled_slots], work.masks, outcome)
         for chunk, span in zip(work.chunks, batch.chunks, strict=True):
-            self._add_prompt_logprobs(chunk, span.first_row, outcome)
+            self._add_prompt_logprobs(batch, chunk, span.first_row, outcome)
         return drawn
 
     def _draw(
@@ -115,12 +115,14 @@ class CpuRunner:
             outcome.logprobs.setdefault(slot, []).append(token)
         return list(zip(slots, token_ids, strict=True))
 
-    def _add_prompt_logprobs(self, chunk: PrefillChunk, first_row: int, outcome: Outcome) -> None:
+    def _add_prompt_logprobs(
+        self, batch: ForwardBatch, chunk: PrefillChunk, first_row: int, outcome: Outcome
+    ) -> None:
         count = self._seats[chunk.slot].num_prompt_logprobs
         if count < 0:
             return
         found = outcome.prompt_logprobs.setdefault(chunk.slot, [])
         for part in prompt_rows(chunk, first_row, self.decoder.max_head_rows):
             rows = torch.tensor(part.rows, dtype=torch.int64)
-            logits = self.decoder.head_logits(rows, (part.span,))
+            logits = self.decoder.head_logits(batch, rows, (part.span,))
             found += self._sampler.logprobs_of(logits, part.token_ids, [count] * len(part.rows))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker import _native
-from worker.attention import CacheShape, SlotCache, attend_chunks
+from worker.attention import CacheShape, SlotCache
 from worker.batch import ForwardBatch
 from worker.memory_plan import ServingLimits
 from worker.tensor_parallel import Group
@@ -193,7 +193,12 @@ class CudaAttention:
                 self.cache.values[index],
                 chunk.slot,
                 chunk.start,
+                chunk.place,
             )
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of slot `source` become those of `target`."""
+        self.ops.copy_prefix(self.cache.memory, source, target, length)
 
     def attend(
         self, index: int, layer: LayerWeights, batch: ForwardBatch, qkv: Tensor, out: Tensor
@@ -218,7 +223,18 @@ class CudaAttention:
                 self._counters,
                 out[:decode],
             )
-        attend_chunks(self.ops, keys, values, batch, qkv, self.scale, out)
+        for chunk in batch.chunks:
+            rows = slice(chunk.first_row, chunk.end_row)
+            self.ops.prefill_attention(
+                qkv[rows],
+                keys,
+                values,
+                chunk.slot,
+                chunk.start,
+                self.scale,
+                out[rows],
+                chunk.place,
+            )
 
 
 def state_floats(shape: CacheShape) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from worker._native import CudaOps
 from worker.batch import ForwardBatch, SlotSetup, TokenLogprobs
 from worker.cuda_backend import CudaBackend
+from worker.cuda_prefill import Capture, CudaPrefill
 from worker.cuda_slots import CudaSlots, adjust_flags
 from worker.decoder import Decoder
 from worker.errors import StepError
@@ -95,8 +96,10 @@ class CudaRunner:
             variant: partial(self._decode_step, variant)
             for variant in (Variant(*flags) for flags in product((False, True), repeat=2))
         }
-        if decoder.group.capturable:
-            self._steps = self._captured()
+        capture = Capture(backend.stream) if decoder.group.capturable else None
+        if capture is not None:
+            self._steps = self._captured(capture)
+        self._chunks = CudaPrefill(decoder, backend, slots, capture)
 
     @property
     def max_logprobs_steps(self) -> int:
@@ -205,8 +208,7 @@ class CudaRunner:
         decode_rows: list[int] = []
         sample_row = None
         mixed = bool(work.decode_slots)
-        batch = (self._slots.mixed_batch if mixed else self._slots.chunk_batch)(work.chunks)
-        logits = self.decoder.forward(batch)
+        batch, logits = self._chunks.forward(work.chunks, mixed)
         # Not before: the forward reads nothing of new tenants and masks, and it is waited for.
         for slot, setup in self._taken.items():
             self._slots.take(slot, setup)
@@ -243,7 +245,7 @@ class CudaRunner:
         first = 0
         for part, count in parts:
             places = slice(first, first + len(part.rows))
-            logits = self.decoder.head_logits(sent[0, places], (part.span,))
+            logits = self.decoder.head_logits(batch, sent[0, places], (part.span,))
             self._ops.token_logprobs(logits, sent[1, places], count, records[places])
             first = places.stop
         return PromptLogprobs(records, parts)
@@ -258,24 +260,13 @@ class CudaRunner:
             out = self._slots.logprobs_out
             self._ops.logprobs(table, logits, rows, self._slots.num_logprobs, out)
 
-    def _captured(self) -> dict[Variant, Callable[[], None]]:
+    def _captured(self, capture: Capture) -> dict[Variant, Callable[[], None]]:
         """The decode steps as one launch each."""
         # All before, so that libraries and kernels are loaded and their memory is there.
         for step in self._steps.values():
             step()
             self._slots.next_ring_row()
-        self._ops.stream.synchronize()
-        # They never run at once, so they share their memory.
-        pool = torch.cuda.graph_pool_handle()
-        replays: dict[Variant, Callable[[], None]] = {}
-        for variant, step in self._steps.items():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool, stream=self._ops.stream, capture_error_mode="thread_local"
-            ):
-                step()
-            replays[variant] = graph.replay
-        return replays
+        return {variant: capture(step) for variant, step in self._steps.items()}
 
     def _decode_step(self, variant: Variant) -> None:
         logits = self.decoder.forward(self._batch)[: self._slots.num_rows]

@@ -66,6 +66,7 @@ class CudaSlots:
         }
         for name in (*_TENANT_FLOATS, *_ADJUST_FLOATS):
             fields[name] = fields[name].view(torch.float32)
+        self.row_position = fields["row_position"]
         # Not of the native tables: other kernels read these.
         self.cache_slot, self.num_logprobs = fields["cache_slot"], fields["num_logprobs"]
         self.num_logprobs.fill_(-1)
@@ -120,11 +121,11 @@ class CudaSlots:
         floats += [getattr(adjustment, name) for name in _ADJUST_FLOATS]
         # Copies of single numbers would each wait for the device.
         tenant = [np.array(ints, dtype=np.int32), np.array(floats, dtype=np.float32).view(np.int32)]
-        self._tenants[:, row].copy_(self._send(np.concatenate(tenant)))
+        self._tenants[:, row].copy_(self.send(np.concatenate(tenant)))
         # The native side reads the same 64 bits as unsigned.
         seed = np.array([setup.seed], dtype=np.uint64).view(np.int64)
-        self._seed[row : row + 1].copy_(self._send(seed))
-        self._end_ids[row].copy_(self._send(_bitmap(setup.end_token_ids, self._vocab_size)))
+        self._seed[row : row + 1].copy_(self.send(seed))
+        self._end_ids[row].copy_(self.send(_bitmap(setup.end_token_ids, self._vocab_size)))
         self._adjust(row, adjust_flags(setup), adjustment)
         self._scheduled = None
 
@@ -134,12 +135,12 @@ class CudaSlots:
             counts = np.zeros(self._vocab_size, dtype=np.int32)
             counts[np.array(adjustment.prompt_token_ids, dtype=np.int64)] = _SEEN_IN_PROMPT
             np.add.at(counts, np.array(adjustment.generated_token_ids, dtype=np.int64), 1)
-            self._counts[row].copy_(self._send(counts))
+            self._counts[row].copy_(self.send(counts))
         if flags & _BIASED:
             bias = np.zeros(self._vocab_size, dtype=np.float32)
             for token_id, value in adjustment.biases:
                 bias[token_id] = value
-            self._bias[row].copy_(self._send(bias))
+            self._bias[row].copy_(self.send(bias))
 
     def allow(self, masks: Mapping[int, bytes]) -> None:
         """The tokens that these rows may sample next, as worker.proto packs them."""
@@ -151,7 +152,7 @@ class CudaSlots:
         bits = array[:, :words].view(np.uint8)
         for index, mask in enumerate(masks.values()):
             bits[index, : len(mask)] = np.frombuffer(mask, dtype=np.uint8)
-        sent = self._send(array)
+        sent = self.send(array)
         self._mask.index_copy_(0, sent[:, words].long(), sent[:, :words])
 
     def schedule(self, rows: Mapping[int, bool]) -> None:
@@ -162,7 +163,7 @@ class CudaSlots:
         scheduled = np.zeros(self.num_rows, dtype=np.int32)
         for row, how in wanted.items():
             scheduled[row] = how
-        self._ints["scheduled"].copy_(self._send(scheduled))
+        self._ints["scheduled"].copy_(self.send(scheduled))
         self._ops.begin_command(self.table)
         # The device takes those that were to decode once off by itself.
         self._scheduled = None if _ONCE in wanted.values() else wanted
@@ -204,11 +205,11 @@ class CudaSlots:
         for chunk, span in zip(chunks, spans, strict=True):
             array[span.first_row : span.end_row] = chunk.token_ids
         array[num_rows:] = sample_rows
-        sent = self._send(array)
+        sent = self.send(array)
         return ForwardBatch(
             token_ids=sent[:num_rows],
             slots=self.cache_slot,
-            positions=self._ints["row_position"],
+            positions=self.row_position,
             num_decode_rows=num_decode,
             chunks=tuple(spans),
             sample_rows=sent[num_rows:] if chunks else None,
@@ -228,7 +229,7 @@ class CudaSlots:
 
     def send_ints(self, values: Sequence[int]) -> Tensor:
         """int32 on the device."""
-        return self._send(np.array(values, dtype=np.int32))
+        return self.send(np.array(values, dtype=np.int32))
 
     def next_ring_row(self) -> int:
         """The row of the ring that the next call of `sample` writes."""
@@ -244,7 +245,7 @@ class CudaSlots:
         rows = (np.arange(-min(count, RING_ROWS), 0) + self._next_row) % RING_ROWS
         return self._stamps.numpy()[rows]
 
-    def _send(self, array: np.ndarray[Any, Any]) -> Tensor:
+    def send(self, array: np.ndarray[Any, Any]) -> Tensor:
         """A copy on the device; the pinned one lives until the device has read it."""
         pinned = _pinned(torch.from_numpy(array))
         return pinned.to(self._ops.device, non_blocking=True)

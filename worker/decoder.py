@@ -68,8 +68,6 @@ class Decoder:
         self.ops = ops
         self.cache = SlotCache(cache_shape(config, shard, limits), ops.device)
         self.group = group
-        # The last forward that had chunks.
-        self._whole: ForwardBatch | None = None
         ops.agree(group)
         rows, sampled_rows = ops.forward_rows(limits), ops.sampled_rows(limits)
         self._workspace = _workspace(config, shard, ops, rows)
@@ -105,18 +103,18 @@ class Decoder:
         if batch.sample_rows is None:
             return self._head(batch, space, batch.num_rows)
         # Of the last layer the other rows leave nothing but their K and V.
-        self._whole = batch
         sampled = self._sampled(batch.sample_rows, space)
         return self._head(batch.sampled(), sampled, batch.num_sample_rows)
 
-    def head_logits(self, rows: Tensor, chunks: tuple[ChunkSpan, ...]) -> Tensor:
-        """Logits [B, V] of `rows` (integers [B]) of the last forward, which are of its chunks.
+    def head_logits(
+        self, batch: ForwardBatch, rows: Tensor, chunks: tuple[ChunkSpan, ...]
+    ) -> Tensor:
+        """Logits [B, V] of `rows` (integers [B]) of the last forward, `batch`, all of its chunks.
 
         `chunks`: whose they are, in their own numbering from 0. B at most `max_head_rows`. Valid
         until the next call of this or of forward; the same on every rank, and all must call it.
         """
-        assert self._whole is not None, "no forward of chunks was run"
-        batch = replace(self._whole, num_decode_rows=0, sampled_chunks=chunks)
+        batch = replace(batch, num_decode_rows=0, sampled_chunks=chunks)
         space = self._workspace.rows(batch.num_rows)
         return self._head(batch.sampled(), self._sampled(rows, space), rows.shape[0])
 

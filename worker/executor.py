@@ -114,8 +114,8 @@ class Executor:
         prefix = chunk.prefix
         self.runner.take(chunk.slot, setup, 0 if prefix is None else prefix.length)
         if prefix is not None and prefix.source_slot != chunk.slot:
-            cache = self.runner.decoder.cache
-            cache.copy_prefix(prefix.source_slot, chunk.slot, prefix.length)
+            attention = self.runner.decoder.attention
+            attention.copy_prefix(prefix.source_slot, chunk.slot, prefix.length)
 
     def _result(
         self, command: StepCommand, records: dict[int, SlotRecord], outcome: Outcome

@@ -206,7 +206,14 @@ void set_out(const char* op, float scale, const Array& out_array, cuda::Attentio
   input.out = out.data();
 }
 
-void check_chunk(const char* op, int64_t slot, int64_t start, const cuda::AttentionInput& input) {
+cuda::ChunkParams chunk_params(const char* op, const cuda::AttentionInput& input, int64_t slot,
+                               int64_t start, const Optional& place_array) {
+  cuda::ChunkParams params{input, slot, start, nullptr};
+  if (place_array) {
+    const DeviceInts place(op, "place", *place_array);
+    check_shape(op, "place", place, {sizeof(cuda::ChunkPlace) / sizeof(int32_t)});
+    params.place = reinterpret_cast<const cuda::ChunkPlace*>(place.data());
+  }
   if (slot < 0 || slot >= input.cache.num_slots) {
     fail(op, "slot in [0, " + std::to_string(input.cache.num_slots) + ")", std::to_string(slot));
   }
@@ -214,6 +221,7 @@ void check_chunk(const char* op, int64_t slot, int64_t start, const cuda::Attent
   if (start < 0 || start > last) {
     fail(op, "start in [0, " + std::to_string(last) + "]", std::to_string(start));
   }
+  return params;
 }
 
 void decode_attention(CudaOps& ops, const Array& qkv, const Optional& q_norm,
@@ -252,23 +260,47 @@ void decode_attention(CudaOps& ops, const Array& qkv, const Optional& q_norm,
 
 void rope_append(CudaOps& ops, const Array& qkv, const Optional& q_norm, const Optional& k_norm,
                  float eps, const Array& cos, const Array& sin, const Array& k_cache,
-                 const Array& v_cache, int64_t slot, int64_t start) {
+                 const Array& v_cache, int64_t slot, int64_t start, const Optional& place) {
   const char* op = "rope_append";
-  cuda::ChunkParams params{attention_input(op, qkv, k_cache, v_cache), slot, start};
-  set_rope(op, q_norm, k_norm, eps, cos, sin, params.input);
-  check_chunk(op, slot, start, params.input);
+  cuda::AttentionInput input = attention_input(op, qkv, k_cache, v_cache);
+  set_rope(op, q_norm, k_norm, eps, cos, sin, input);
+  const cuda::ChunkParams params = chunk_params(op, input, slot, start, place);
   ops.enter();
   cuda::rope_append(params, ops.stream);
 }
 
 void prefill_attention(CudaOps& ops, const Array& qkv, const Array& k_cache, const Array& v_cache,
-                       int64_t slot, int64_t start, float scale, const Array& out) {
+                       int64_t slot, int64_t start, float scale, const Array& out,
+                       const Optional& place) {
   const char* op = "prefill_attention";
-  cuda::ChunkParams params{attention_input(op, qkv, k_cache, v_cache), slot, start};
-  set_out(op, scale, out, params.input);
-  check_chunk(op, slot, start, params.input);
+  cuda::AttentionInput input = attention_input(op, qkv, k_cache, v_cache);
+  set_out(op, scale, out, input);
+  const cuda::ChunkParams params = chunk_params(op, input, slot, start, place);
   ops.enter();
   cuda::prefill_attention(params, ops.stream);
+}
+
+void copy_prefix(CudaOps& ops, const Array& cache_array, int64_t source, int64_t target,
+                 int64_t length) {
+  const char* op = "copy_prefix";
+  const DeviceTensor<void, 5> cache(op, "cache", cache_array);
+  check_contiguous(op, "cache", cache);
+  check_vectors(op, "cache", cache);
+  const int64_t slots = cache.shape(1), positions = cache.shape(3);
+  for (const int64_t slot : {source, target}) {
+    if (slot < 0 || slot >= slots) {
+      fail(op, "slots in [0, " + std::to_string(slots) + ")", std::to_string(slot));
+    }
+  }
+  if (source == target) fail(op, "two slots", std::to_string(source) + " twice");
+  if (length < 0 || length > positions) {
+    fail(op, "length in [0, " + std::to_string(positions) + "]", std::to_string(length));
+  }
+  const int64_t row_bytes = cache.shape(4) * (cache.dtype() == DType::kFloat32 ? 4 : 2);
+  ops.enter();
+  cuda::copy_prefix({cache.data(), cache.shape(0), slots, cache.shape(2), positions * row_bytes,
+                     length * row_bytes, source, target},
+                    ops.stream);
 }
 
 void make_ops(CudaOps* self, int device, uintptr_t stream, bool portable) {
@@ -296,9 +328,11 @@ void bind_cuda(nb::module_& module) {
           "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "positions"_a, "slots"_a, "scale"_a,
           "states"_a, "counters"_a, "out"_a);
   ops.def("rope_append", &rope_append, "qkv"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a,
-          "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "slot"_a, "start"_a);
+          "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "slot"_a, "start"_a,
+          "place"_a = nb::none());
   ops.def("prefill_attention", &prefill_attention, "qkv"_a, "k_cache"_a, "v_cache"_a, "slot"_a,
-          "start"_a, "scale"_a, "out"_a);
+          "start"_a, "scale"_a, "out"_a, "place"_a = nb::none());
+  ops.def("copy_prefix", &copy_prefix, "cache"_a, "source"_a, "target"_a, "length"_a);
   ops.def_static("decode_attention_workspace", &cuda::decode_attention_workspace, "num_rows"_a,
                  "num_positions"_a, "num_q_heads"_a, "head_dim"_a);
   bind_cuda_slots(module, ops);

@@ -323,6 +323,24 @@ def test_token_by_token_equals_a_chunk(
     assert same_bits(case.values, chunk.values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize(("slot", "start", "rows"), [(1, 40, 16), (0, 0, 7), (1, 83, 1), (0, 9, 0)])
+def test_rows_appended_at_a_place_on_the_device(
+    cuda_ops: Any, slot: int, start: int, rows: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    case = make_case(head_dim, 2, 4, [100, 100], dtype)
+    wanted = case.copy()
+    qkv = torch.randn(16, case.qkv.shape[1], dtype=dtype, device="cuda")
+    launched = qkv.clone()
+    cuda_ops.rope_append(launched[:rows], *case.rope, wanted.keys, wanted.values, slot, start)
+    place = torch.tensor([slot, start, rows], dtype=torch.int32, device="cuda")
+    cuda_ops.rope_append(qkv, *case.rope, case.keys, case.values, 1, 2, place)
+    assert same_bits(qkv, launched)
+    assert same_bits(case.keys, wanted.keys)
+    assert same_bits(case.values, wanted.values)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("head_dim", DIMS)
 def test_steps_that_follow_at_once(cuda_ops: Any, head_dim: int, dtype: torch.dtype) -> None:

@@ -51,6 +51,25 @@ class Case:
         ops.prefill_attention(qkv, self.keys, self.values, SLOT, start, self.scale, out)
         return out
 
+    def ended(self, end: int) -> "Case":
+        """With NaN in the slot from position `end` on."""
+        keys, values = (torch.empty_like(x).copy_(x) for x in self.caches)
+        keys[SLOT, end:] = values[SLOT, end:] = torch.nan
+        return Case(self.group, self.qkv, keys, values)
+
+    def run_placed(self, ops: Any, start: int, end: int, room: int) -> Tensor:
+        """The same for a launch of `room` rows that finds its chunk on the device: out [room, ...].
+
+        The rows past the chunk's are NaN in q, and must stay so in out.
+        """
+        columns = self.group * self.keys.shape[2] * self.head_dim
+        qkv = torch.full_like(self.qkv[:1], torch.nan).repeat(room, 1)
+        qkv[: end - start] = self.qkv[start:end]
+        out = torch.full_like(qkv[:, :columns], torch.nan).contiguous()
+        place = torch.tensor([SLOT, start, end - start], dtype=torch.int32, device="cuda")
+        ops.prefill_attention(qkv, self.keys, self.values, 0, 0, self.scale, out, place)
+        return out
+
     def in_chunks(self, ops: Any, start: int, end: int, chunk: int) -> Tensor:
         cuts = [*range(start, end, chunk), end]
         return torch.cat([self.run(ops, *cut) for cut in itertools.pairwise(cuts)])
@@ -165,6 +184,36 @@ def test_few_rows_after_a_long_prefix(
         assert same_bits(case.run(best, start, end), case.run(portable, start, end)), (start, rows)
     case = make_case(shape, 16_500, dtype)
     assert case.error(case.run(best, 16_250, 16_500), 16_250) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 8, 4), (128, 8, 4)])
+def test_a_chunk_found_on_the_device(
+    cuda_ops: Any, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """What a launch is given does not depend on the chunk: it can be captured. Same bits."""
+    case = make_case(shape, 1300, dtype)
+    for start, room in itertools.product((1170, 1023, 255, 128, 127, 1, 0), (128, 16)):
+        for rows in (room, room - 1, 2 * room // 3, 1, 0):
+            ended = case.ended(start + rows)
+            out = ended.run_placed(cuda_ops, start, start + rows, room)
+            assert out[rows:].isnan().all(), (start, room, rows)
+            wanted = ended.run(cuda_ops, start, start + rows)
+            assert same_bits(out[:rows], wanted), (start, room, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", LONG_SHAPES)
+def test_a_chunk_found_on_the_device_after_a_long_prefix(
+    cuda_ops: Any, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = make_case(shape, 20_300, dtype)
+    for start, room in itertools.product(LONG_STARTS, (256, 128, 16)):
+        for rows in (room, room // 2, 1):
+            end = start + rows
+            ended = case.ended(end)
+            out = ended.run_placed(cuda_ops, start, end, room)[:rows]
+            assert same_bits(out, ended.run(cuda_ops, start, end)), (start, room, rows)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

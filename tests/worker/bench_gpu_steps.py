@@ -73,7 +73,7 @@ def measure_copy(driver: GpuDriver, length: int) -> float:
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        driver.decoder.cache.copy_prefix(0, 1, length)
+        driver.decoder.attention.copy_prefix(0, 1, length)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))

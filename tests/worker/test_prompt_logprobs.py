@@ -154,14 +154,15 @@ def test_head_logits_are_those_of_a_forward(folder: Path, every_row: Tensor) -> 
     driver = Driver(folder, max_seq_len=64, max_step_tokens=64)
     chunk = PrefillChunk(1, 1, 0, PROMPT, False, None)
     decoder = driver.decoder
-    assert decoder.forward(BatchBuffers(64).chunk_batch((chunk,))).shape[0] == 0
+    batch = BatchBuffers(64).chunk_batch((chunk,))
+    assert decoder.forward(batch).shape[0] == 0
     for begin, end in ((0, 4), (33, 37), (5, 6), (1, 4), (0, 4)):
         rows = torch.arange(begin, end)
         spans = (ChunkSpan(0, end - begin, 1, begin),)
-        assert same_bits(decoder.head_logits(rows, spans), every_row[begin:end])
+        assert same_bits(decoder.head_logits(batch, rows, spans), every_row[begin:end])
     spans = (ChunkSpan(0, 1, 1, 20), ChunkSpan(1, 3, 1, 7))
     wanted = every_row[[20, 7, 8]]
-    assert same_bits(decoder.head_logits(torch.tensor([20, 7, 8]), spans), wanted)
+    assert same_bits(decoder.head_logits(batch, torch.tensor([20, 7, 8]), spans), wanted)
 
 
 def test_equal_transformers(tmp_path: Path) -> None:

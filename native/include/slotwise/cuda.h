@@ -139,13 +139,35 @@ void decode_attention(const DecodeAttentionParams& params, Stream stream);
 
 // A chunk of one slot: row t is position start + t. Normalises and rotates q in place and appends
 // k and v (rope_append), then attends [0, start + t] (prefill_attention).
+//
+// With `place`, slot, start and the number of rows, T at most, are read from there by the device,
+// so that a launch recorded once serves many chunks; rows past them are left as they are.
+struct ChunkPlace {
+  int32_t slot;
+  int32_t start;
+  int32_t num_rows;
+};
 struct ChunkParams {
   AttentionInput input;
   int64_t slot;
   int64_t start;
+  const ChunkPlace* place;  // on the device, or null
 };
 void rope_append(const ChunkParams& params, Stream stream);
 void prefill_attention(const ChunkParams& params, Stream stream);
+
+// The first bytes of every head of slot `source` become those of slot `target`; the two differ.
+struct CopyPrefixParams {
+  void* cache;  // [num_tensors, num_slots, num_heads, head_bytes], contiguous
+  int64_t num_tensors;
+  int64_t num_slots;
+  int64_t num_heads;
+  int64_t head_bytes;    // a multiple of 16
+  int64_t prefix_bytes;  // at most head_bytes, a multiple of 16
+  int64_t source;
+  int64_t target;
+};
+void copy_prefix(const CopyPrefixParams& params, Stream stream);
 
 // What of a slot decodes: whether its row has part in the steps to come.
 enum Scheduled : int32_t {

@@ -177,9 +177,11 @@ __global__ void __launch_bounds__(kThreads)
   start_successor();
   wait_for_predecessor();
   const int index = static_cast<int>(blockIdx.x);
-  Float32Row<D> row(params.input, params.slot, index, static_cast<int>(blockIdx.y), c, shared);
+  const ChunkPlace place = place_of(params);
+  if (index >= place.num_rows) return;
+  Float32Row<D> row(params.input, place.slot, index, static_cast<int>(blockIdx.y), c, shared);
   row.load_query();
-  row.attend(static_cast<int>(params.start) + index, false);
+  row.attend(place.start + index, false);
 }
 
 // One block for a row and head.

@@ -21,10 +21,6 @@ constexpr int kThreads = kConsumers + 32;
 constexpr int kRingBytes = 96 * 1024;
 constexpr int kBoxRows = 64;  // of a copy: tiles at the end of a row are copied in part
 
-struct CacheMaps {
-  CUtensorMap k, v;
-};
-
 // A tile in shared memory: panels of 128 positions and 64 columns.
 template <int D>
 struct PanelTiles {
@@ -224,19 +220,6 @@ __global__ __launch_bounds__(kThreads, 1) void stream_kernel(
 #endif
 }
 
-CUtensorMap cache_map(const void* base, const CacheParams& cache, int64_t slot_stride,
-                      int64_t position_stride, int64_t head_stride) {
-  const cuuint64_t sizes[] = {
-      static_cast<cuuint64_t>(cache.head_dim), static_cast<cuuint64_t>(cache.num_positions),
-      static_cast<cuuint64_t>(cache.num_kv_heads), static_cast<cuuint64_t>(cache.num_slots)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * position_stride),
-                                static_cast<cuuint64_t>(2 * head_stride),
-                                static_cast<cuuint64_t>(2 * slot_stride)};
-  const cuuint32_t box[] = {kPanelColumns, kBoxRows, 1, 1};
-  return map_tensor("decode_attention", base, cache.dtype, sizes, strides, box,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-}
-
 // A block on every SM, but no more than there can be items.
 template <typename T, int D>
 void launch_stream(const DecodeAttentionParams& params, const CacheMaps& maps, Stream stream) {
@@ -262,9 +245,7 @@ bool decode_attention_tma_supported(const CacheParams& cache) {
 
 void decode_attention_tma(const DecodeAttentionParams& params, Stream stream) {
   const CacheParams& cache = params.input.cache;
-  const CacheMaps maps{
-      cache_map(cache.k, cache, cache.k_slot_stride, cache.k_position_stride, cache.k_head_stride),
-      cache_map(cache.v, cache, cache.v_slot_stride, cache.v_position_stride, cache.v_head_stride)};
+  const CacheMaps maps("decode_attention", cache, kBoxRows);
   for_dtype(cache.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) == 2) {

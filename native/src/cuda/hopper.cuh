@@ -118,6 +118,16 @@ __device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, 
 
 // The box at (column, row, head, slot).
 __device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, int column, int row,
+                                           int head, int slot, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(slot), "r"(barrier)
+      : "memory");
+}
+
+// The same, for L2 to keep as `policy` says.
+__device__ __forceinline__ void copy_panel(uint32_t to, const CUtensorMap& map, int column, int row,
                                            int head, int slot, uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

@@ -44,6 +44,13 @@ __device__ __forceinline__ void start_successor() {
 #endif
 }
 
+// After wait_for_predecessor().
+__device__ __forceinline__ ChunkPlace place_of(const ChunkParams& params) {
+  if (params.place) return *params.place;
+  return {static_cast<int>(params.slot), static_cast<int>(params.start),
+          static_cast<int>(params.input.num_rows)};
+}
+
 struct DeviceInfo {
   int major;
   int minor;

@@ -113,20 +113,22 @@ __device__ __forceinline__ void add_values(float (&totals)[kDim / 8][4],
 
 // Grid: KV heads, blocks of rows. The last rows have the most positions and come first.
 template <typename T, int kDim, int kStages>
-__global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const PrefillArgs args) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const PrefillArgs launched) {
   extern __shared__ __align__(128) char shared[];
   wait_for_predecessor();
   start_successor();
+  const PrefillArgs args = placed(launched);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int block_rows = blockDim.x / 2, kv_head = blockIdx.x;
   const int block_row = (gridDim.y - 1 - blockIdx.y) * block_rows;
+  if (block_row >= args.num_rows) return;
   const int end = LaneRows::position_of(args, block_row + block_rows - 1) + 1;
   const int num_tiles = (end + kAttentionTile - 1) / kAttentionTile;
 
   T* const ring = reinterpret_cast<T*>(shared);
   T* const q = ring + kStages * kAttentionTile * kDim;
-  const T* const k = static_cast<const T*>(args.k) + kv_head * args.k_head_stride;
-  const T* const v = static_cast<const T*>(args.v) + kv_head * args.v_head_stride;
+  const T* const k = static_cast<const T*>(args.k) + args.slot * args.k_slot_stride + kv_head * args.k_head_stride;
+  const T* const v = static_cast<const T*>(args.v) + args.slot * args.v_slot_stride + kv_head * args.v_head_stride;
   const auto stage = [&](int step) { return ring + step % kStages * kAttentionTile * kDim; };
   const auto load = [&](int step) {
     const int tile_start = step / 2 * kAttentionTile;
@@ -224,24 +226,25 @@ void launch_dim(const PrefillArgs& args, int kv_heads, Stream stream) {
 PrefillArgs make_args(const ChunkParams& params) {
   const AttentionInput& input = params.input;
   const CacheParams& cache = input.cache;
-  const auto slot_of = [&](const void* base, int64_t stride) {
-    return static_cast<const char*>(base) + 2 * params.slot * stride;
-  };
   PrefillArgs args{};
   args.q = input.qkv;
   args.q_stride = (input.num_q_heads + 2 * cache.num_kv_heads) * cache.head_dim;
-  args.k = slot_of(cache.k, cache.k_slot_stride);
-  args.v = slot_of(cache.v, cache.v_slot_stride);
+  args.k = cache.k;
+  args.v = cache.v;
+  args.k_slot_stride = cache.k_slot_stride;
   args.k_position_stride = cache.k_position_stride;
   args.k_head_stride = cache.k_head_stride;
+  args.v_slot_stride = cache.v_slot_stride;
   args.v_position_stride = cache.v_position_stride;
   args.v_head_stride = cache.v_head_stride;
   args.out = input.out;
   args.out_stride = input.num_q_heads * cache.head_dim;
   args.group = static_cast<int>(input.num_q_heads / cache.num_kv_heads);
   args.num_rows = static_cast<int>(input.num_rows) * args.group;
+  args.slot = static_cast<int>(params.slot);
   args.start = static_cast<int>(params.start);
   args.c = exponent_scale(input.scale);
+  args.place = params.place;
   return args;
 }
 
@@ -253,9 +256,7 @@ void prefill_attention(const ChunkParams& params, Stream stream) {
   if (cache.dtype == DType::kFloat32) return prefill_attention_float32(params, stream);
   check_cache("prefill_attention", cache);
   const PrefillArgs args = make_args(params);
-  if (prefill_attention_wgmma_supported(cache)) {
-    return prefill_attention_wgmma(args, cache, stream);
-  }
+  if (prefill_attention_wgmma(args, cache, stream)) return;
   const int kv_heads = static_cast<int>(cache.num_kv_heads);
   for_dtype(cache.dtype, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -18,21 +18,33 @@ constexpr int kSixteens = kAttentionTile / 16;  // steps of the product with V
 struct PrefillArgs {
   const void* q;  // [T, H_q, D], q[t * q_stride + h * D + d]
   int64_t q_stride;
-  const void* k;  // of the slot
+  const void* k;  // of the cache
   const void* v;
-  int64_t k_position_stride, k_head_stride;
-  int64_t v_position_stride, v_head_stride;
+  int64_t k_slot_stride, k_position_stride, k_head_stride;
+  int64_t v_slot_stride, v_position_stride, v_head_stride;
   void* out;  // [T, H_q, D]
   int64_t out_stride;
   int num_rows;  // packed, T * G
   int group;     // G
+  int slot;
   int start;
   float c;
+  const ChunkPlace* place;  // or null
 };
 
-// D = 128 or 64 on compute capability 9.0, 16-bit types.
-bool prefill_attention_wgmma_supported(const CacheParams& cache);
-void prefill_attention_wgmma(const PrefillArgs& args, const CacheParams& cache, Stream stream);
+// With the chunk's place, if that is on the device. After wait_for_predecessor().
+__device__ __forceinline__ PrefillArgs placed(PrefillArgs args) {
+  if (args.place) {
+    args.slot = args.place->slot;
+    args.start = args.place->start;
+    args.num_rows = args.place->num_rows * args.group;
+  }
+  return args;
+}
+
+// False, with nothing launched, but for D = 128 or 64 on compute capability 9.0 and 16-bit types;
+// and, with a place on the device, where a ring of links cannot be had.
+bool prefill_attention_wgmma(const PrefillArgs& args, const CacheParams& cache, Stream stream);
 
 // Where q of a packed row lies.
 template <typename T, int kDim>

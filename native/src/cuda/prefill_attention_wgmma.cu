@@ -54,7 +54,7 @@ struct Ring {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int kDim>
-__device__ __forceinline__ void produce(const Ring<kDim>& ring, const TileMaps& maps, int num_tiles,
+__device__ __forceinline__ void produce(const Ring<kDim>& ring, const ChunkMaps& maps, int num_tiles,
                                         int kv_head) {
   Place<kStages> place;
   for (int step = 0; step < 2 * num_tiles; ++step, place.next()) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume(const Ring<kDim>& ring, const PrefillArg
 // Grid: KV heads, blocks of rows. The last rows have the most positions and come first.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
-    prefill_wgmma_kernel(const __grid_constant__ TileMaps maps, const PrefillArgs args) {
+    prefill_wgmma_kernel(const __grid_constant__ ChunkMaps maps, const PrefillArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char memory[];
   const Ring<kDim> ring{aligned_memory(memory)};
@@ -197,12 +197,13 @@ __global__ void __launch_bounds__(kGroupThreads * (1 + kGroups), 1)
     consume<T, kDim>(ring, args, num_tiles, block_row, kv_head, group);
   }
 #else
-  __trap();  // prefill_attention_wgmma_supported says no
+  __trap();  // never launched on other devices
 #endif
 }
 
-CUtensorMap tile_map(const void* base, const CacheParams& cache, int64_t num_positions,
-                     int64_t position_stride, int64_t head_stride) {
+CUtensorMap chunk_map(const void* cache_base, const CacheParams& cache, int64_t num_positions,
+                      int64_t slot_offset, int64_t position_stride, int64_t head_stride) {
+  const void* const base = static_cast<const char*>(cache_base) + 2 * slot_offset;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(cache.head_dim),
                               static_cast<cuuint64_t>(num_positions),
                               static_cast<cuuint64_t>(cache.num_kv_heads)};
@@ -213,13 +214,23 @@ CUtensorMap tile_map(const void* base, const CacheParams& cache, int64_t num_pos
                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+// A chunk whose place the host knows.
+ChunkMaps chunk_maps(const PrefillArgs& args, const CacheParams& cache) {
+  const int num_positions = args.start + args.num_rows / args.group;
+  return {chunk_map(args.k, cache, num_positions, args.slot * args.k_slot_stride,
+                    args.k_position_stride, args.k_head_stride),
+          chunk_map(args.v, cache, num_positions, args.slot * args.v_slot_stride,
+                    args.v_position_stride, args.v_head_stride)};
+}
+
 template <typename T, int kDim>
-void launch_many(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
+void launch_many(const PrefillArgs& args, const CacheParams& cache, Stream stream) {
   const auto kernel = prefill_wgmma_kernel<T, kDim>;
   allow_shared("prefill_attention", kernel, Ring<kDim>::kBytes);
-  const dim3 blocks(kv_heads, (args.num_rows + kBlockRows - 1) / kBlockRows);
+  const dim3 blocks(static_cast<unsigned>(cache.num_kv_heads),
+                    (args.num_rows + kBlockRows - 1) / kBlockRows);
   launch("prefill_attention", kernel, {blocks, kGroupThreads * (1 + kGroups), Ring<kDim>::kBytes},
-         stream, maps, args);
+         stream, chunk_maps(args, cache), args);
 }
 
 // How many clusters of each size run at once, on the first device; others are taken to be alike.
@@ -246,32 +257,34 @@ const ClusterCounts& cluster_counts() {
   return counts;
 }
 
-// False where a ring would not be the faster way.
+// False where a ring would not be the faster way; a chunk whose place is on the device may have many
+// tiles, and takes one if there is any.
 template <typename T, int kDim, int kTeams>
-bool launch_links(const TileMaps& maps, const PrefillArgs& args, int kv_heads, int num_tiles,
-                  Stream stream) {
+bool launch_links(const PrefillArgs& args, const CacheParams& cache, int num_tiles, Stream stream) {
   using Layout = LinkLayout<kDim, kTeams>;
+  const int kv_heads = static_cast<int>(cache.num_kv_heads);
   const int row_blocks = ceil_div(args.num_rows, Layout::kRows);
   const int num_pairs = ceil_div(num_tiles, kPairTiles);
   const int cluster = choose_cluster(cluster_counts<T, kDim, kTeams>(), row_blocks * kv_heads,
                                      ceil_div(num_pairs, kTeams));
   const int rounds = ceil_div(num_pairs, cluster * kTeams);
-  if (cluster == 1 || rounds * kPairCost + kLinksCost >= num_tiles) return false;
+  if (cluster == 1) return false;
+  if (!args.place && rounds * kPairCost + kLinksCost >= num_tiles) return false;
   const auto kernel = prefill_links_kernel<T, kDim, kTeams>;
   allow_shared("prefill_attention", kernel, Layout::kBytes);
   launch("prefill_attention", kernel,
          {dim3(cluster, kv_heads, row_blocks), Layout::kThreads, Layout::kBytes,
           static_cast<unsigned>(cluster)},
-         stream, maps, args);
+         stream, CacheMaps("prefill_attention", cache, kAttentionTile), args);
   return true;
 }
 
 // False where there are more tiles than warpgroups, or so few that a block walks them as fast. More
 // clusters than fill half of the device might have to wait for each other.
 template <typename T, int kDim>
-bool launch_split(const TileMaps& maps, const PrefillArgs& args, int kv_heads, int num_tiles,
-                  Stream stream) {
+bool launch_split(const PrefillArgs& args, const CacheParams& cache, int num_tiles, Stream stream) {
   using Layout = SplitLayout<kDim>;
+  const int kv_heads = static_cast<int>(cache.num_kv_heads);
   constexpr int kFewTiles = 4;
   if (num_tiles <= kFewTiles || num_tiles > kSplitTiles) return false;
   if (2 * kSplitCluster * kv_heads > device_info().num_sms) return false;
@@ -279,44 +292,39 @@ bool launch_split(const TileMaps& maps, const PrefillArgs& args, int kv_heads, i
   allow_shared("prefill_attention", kernel, Layout::kBytes);
   launch("prefill_attention", kernel,
          {dim3(kSplitCluster, kv_heads), Layout::kThreads, Layout::kBytes, kSplitCluster}, stream,
-         maps, args);
+         chunk_maps(args, cache), args);
   return true;
 }
 
 template <typename T, int kDim>
-void launch_dim(const TileMaps& maps, const PrefillArgs& args, int kv_heads, Stream stream) {
-  const int num_tiles = ceil_div(args.start + args.num_rows / args.group, kAttentionTile);
-  if (args.num_rows <= kGroupRows) {
-    if (launch_split<T, kDim>(maps, args, kv_heads, num_tiles, stream)) return;
-    if (launch_links<T, kDim, 2>(maps, args, kv_heads, num_tiles, stream)) return;
-  } else if (launch_links<T, kDim, 1>(maps, args, kv_heads, num_tiles, stream)) {
-    return;
+bool launch_dim(const PrefillArgs& args, const CacheParams& cache, Stream stream) {
+  const bool few = args.num_rows <= kGroupRows;
+  if (args.place) {
+    const int num_tiles = ceil_div(static_cast<int>(cache.num_positions), kAttentionTile);
+    return few ? launch_links<T, kDim, 2>(args, cache, num_tiles, stream)
+               : launch_links<T, kDim, 1>(args, cache, num_tiles, stream);
   }
-  launch_many<T, kDim>(maps, args, kv_heads, stream);
+  const int num_tiles = ceil_div(args.start + args.num_rows / args.group, kAttentionTile);
+  const bool launched = few ? launch_split<T, kDim>(args, cache, num_tiles, stream) ||
+                                  launch_links<T, kDim, 2>(args, cache, num_tiles, stream)
+                            : launch_links<T, kDim, 1>(args, cache, num_tiles, stream);
+  if (!launched) launch_many<T, kDim>(args, cache, stream);
+  return true;
 }
 
 }  // namespace
 
-bool prefill_attention_wgmma_supported(const CacheParams& cache) {
-  return device_info().major == 9 && (cache.head_dim == 64 || cache.head_dim == 128);
-}
-
-void prefill_attention_wgmma(const PrefillArgs& args, const CacheParams& cache, Stream stream) {
-  const int kv_heads = static_cast<int>(cache.num_kv_heads);
-  const int num_positions = args.start + args.num_rows / args.group;
-  const TileMaps maps{
-      tile_map(args.k, cache, num_positions, args.k_position_stride, args.k_head_stride),
-      tile_map(args.v, cache, num_positions, args.v_position_stride, args.v_head_stride)};
+bool prefill_attention_wgmma(const PrefillArgs& args, const CacheParams& cache, Stream stream) {
+  if (device_info().major != 9 || (cache.head_dim != 64 && cache.head_dim != 128)) return false;
+  bool launched = false;
   for_dtype(cache.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) == 2) {
-      if (cache.head_dim == 64) {
-        launch_dim<T, 64>(maps, args, kv_heads, stream);
-      } else {
-        launch_dim<T, 128>(maps, args, kv_heads, stream);
-      }
+      launched = cache.head_dim == 64 ? launch_dim<T, 64>(args, cache, stream)
+                                      : launch_dim<T, 128>(args, cache, stream);
     }
   });
+  return launched;
 }
 
 }  // namespace slotwise::cuda

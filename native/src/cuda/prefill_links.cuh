@@ -10,6 +10,7 @@
 #pragma once
 
 #include "prefill_wgmma.cuh"
+#include "tensor_map.cuh"
 
 namespace slotwise::cuda {
 
@@ -108,23 +109,50 @@ struct Link {
   __device__ static int number_of(int rank, int cluster, int team) { return team * cluster + rank; }
 };
 
-// The tiles of a team's pairs, K and V of one and K and V of the other.
+// The tiles of a team's pairs, K and V of one and K and V of the other. Zeros for a tile without
+// positions before `end`; a tile that has some comes whole.
 template <typename Layout, int kDim>
-__device__ __forceinline__ void produce_pairs(const Layout& shared, const TileMaps& maps,
+__device__ __forceinline__ void produce_pairs(const Layout& shared, const CacheMaps& maps,
                                               int num_pairs, int first, int links, int team,
-                                              int kv_head) {
+                                              int kv_head, int slot, int end) {
+  constexpr int kPastTheCache = 1 << 30;
   Place<Layout::kStages> place;
   for (int pair = first; pair < num_pairs; pair += links) {
     for (int step = 0; step < 2 * kPairTiles; ++step, place.next()) {
+      const CUtensorMap& map = step % 2 == 0 ? maps.k : maps.v;
+      const int tile_start = (kPairTiles * pair + step / 2) * kAttentionTile;
+      const int row = tile_start < end ? tile_start : kPastTheCache;
+      const uint32_t barrier = shared.full(team, place.stage);
       barrier_wait(shared.empty(team, place.stage), place.parity ^ 1);
-      copy_tile<kDim>(shared.tile(team, place.stage), step % 2 == 0 ? maps.k : maps.v,
-                      kPairTiles * pair + step / 2, kv_head, shared.full(team, place.stage));
+      barrier_expect(barrier, Layout::kTileBytes);
+#pragma unroll
+      for (int panel = 0; panel < kDim / kPanelColumns; ++panel) {
+        copy_panel(shared.tile(team, place.stage) + panel * TileLayout<kDim>::kPanelBytes, map,
+                   panel * kPanelColumns, row, kv_head, slot, barrier);
+      }
     }
   }
 }
 
 __device__ __forceinline__ void release_tile(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Zeros in a tile of V from position `end` on, where the cache may hold anything: what no row sees
+// has the weight 0, and 0 * NaN is NaN. By a warpgroup; another may do the same.
+template <int kDim>
+__device__ __forceinline__ void end_values(uint32_t v, int tile_start, int end, int group) {
+  if (end <= tile_start || end >= tile_start + kAttentionTile) return;
+  constexpr int kRowChunks = kDim / 8;
+  for (int i = (end - tile_start) * kRowChunks + threadIdx.x % kGroupThreads;
+       i < kAttentionTile * kRowChunks; i += kGroupThreads) {
+    const int chunk = i % kRowChunks;
+    store_shared(v + chunk / 8 * TileLayout<kDim>::kPanelBytes +
+                     panel_offset(i / kRowChunks, chunk % 8),
+                 uint4{});
+  }
+  fence_stores();
+  sync_threads(1 + group, kGroupThreads);
 }
 
 // o of a tile, and what it does to the totals.
@@ -301,8 +329,8 @@ struct Handover {
 // A warpgroup. Past the last tile of an odd number is one more, of which no row sees anything.
 template <typename T, int kDim, int kTeams>
 __device__ __forceinline__ void consume_pairs(const LinkLayout<kDim, kTeams>& shared,
-                                              const PrefillArgs& args, int num_pairs, int block_row,
-                                              int kv_head, int group) {
+                                              const PrefillArgs& args, int num_pairs, int end,
+                                              int block_row, int kv_head, int group) {
   using Layout = LinkLayout<kDim, kTeams>;
   const int thread = threadIdx.x % kGroupThreads, warp_of_group = thread / 32;
   const int team = kTeams > 1 ? group : 0;
@@ -349,6 +377,7 @@ __device__ __forceinline__ void consume_pairs(const LinkLayout<kDim, kTeams>& sh
 
     int v = await_tile();
     k = await_tile();
+    end_values<kDim>(shared.tile(team, v), kPairTiles * pair * kAttentionTile, end, group);
     pin(p);
     begin_multiplying();
     begin_tile_values<T>(first, p, shared.tile(team, v));
@@ -363,6 +392,7 @@ __device__ __forceinline__ void consume_pairs(const LinkLayout<kDim, kTeams>& sh
     states[1] = weigh(kPairTiles * pair + 1);
 
     v = await_tile();
+    end_values<kDim>(shared.tile(team, v), (kPairTiles * pair + 1) * kAttentionTile, end, group);
     pin(p);
     begin_multiplying();
     begin_tile_values<T>(second, p, shared.tile(team, v));
@@ -379,7 +409,7 @@ __device__ __forceinline__ void consume_pairs(const LinkLayout<kDim, kTeams>& sh
 // Grid: blocks of a cluster, KV heads, blocks of rows.
 template <typename T, int kDim, int kTeams>
 __global__ void __launch_bounds__((1 + kGroups) * kGroupThreads, 1)
-    prefill_links_kernel(const __grid_constant__ TileMaps maps, const PrefillArgs args) {
+    prefill_links_kernel(const __grid_constant__ CacheMaps maps, const PrefillArgs launched) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Layout = LinkLayout<kDim, kTeams>;
   extern __shared__ char memory[];
@@ -401,8 +431,10 @@ __global__ void __launch_bounds__((1 + kGroups) * kGroupThreads, 1)
   wait_for_predecessor();
   start_successor();
   wait_cluster();
+  const PrefillArgs args = placed(launched);
   const int rank = blockIdx.x, kv_head = blockIdx.y;
   const int block_row = (gridDim.z - 1 - blockIdx.z) * Layout::kRows;
+  if (block_row >= args.num_rows) return;  // the whole cluster
   const int end = LaneRows::position_of(args, block_row + Layout::kRows - 1) + 1;
   constexpr int kPairPositions = kPairTiles * kAttentionTile;
   const int num_pairs = (end + kPairPositions - 1) / kPairPositions;
@@ -412,17 +444,17 @@ __global__ void __launch_bounds__((1 + kGroups) * kGroupThreads, 1)
     if (thread % 32 == 0 && team < kTeams) {
       const int first = Link<kTeams>::number_of(rank, gridDim.x, team);
       produce_pairs<Layout, kDim>(shared, maps, num_pairs, first, gridDim.x * kTeams, team,
-                                  kv_head);
+                                  kv_head, args.slot, end);
     }
   } else {
     more_registers<240>();
-    consume_pairs<T, kDim, kTeams>(shared, args, num_pairs, block_row, kv_head, group);
+    consume_pairs<T, kDim, kTeams>(shared, args, num_pairs, end, block_row, kv_head, group);
   }
   // No block ends while others may send to it.
   arrive_cluster_relaxed();
   wait_cluster();
 #else
-  __trap();  // prefill_attention_wgmma_supported says no
+  __trap();  // never launched on other devices
 #endif
 }
 

@@ -138,7 +138,7 @@ __device__ __forceinline__ void split_tile(const PrefillArgs& args, uint32_t bas
 // Grid: blocks of a cluster, KV heads.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
-    prefill_split_kernel(const __grid_constant__ TileMaps maps, const PrefillArgs args) {
+    prefill_split_kernel(const __grid_constant__ ChunkMaps maps, const PrefillArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Layout = SplitLayout<kDim>;
   extern __shared__ char memory[];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads, 1)
   arrive_cluster();
   wait_cluster();
 #else
-  __trap();  // prefill_attention_wgmma_supported says no
+  __trap();  // never launched on other devices
 #endif
 }
 

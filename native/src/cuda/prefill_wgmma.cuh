@@ -12,7 +12,7 @@ constexpr int kGroupRows = 64;
 constexpr int kGroups = 2;  // that multiply, in a block
 
 // K and V of the slot up to the chunk's last position: copies give zeros beyond.
-struct TileMaps {
+struct ChunkMaps {
   CUtensorMap k, v;
 };
 

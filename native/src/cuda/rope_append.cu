@@ -11,17 +11,17 @@ constexpr int kWarpHeads = 4;  // loaded together, so that one wait serves all
 
 // Where a head of a row goes; in place for queries. Heads in the order q, k, v.
 template <typename T>
-__device__ __forceinline__ T* target(const ChunkParams& params, T* source, int64_t position,
-                                     int head) {
-  const CacheParams& cache = params.input.cache;
-  const int k = head - static_cast<int>(params.input.num_q_heads);
+__device__ __forceinline__ T* target(const AttentionInput& in, T* source, int64_t slot,
+                                     int64_t position, int head) {
+  const CacheParams& cache = in.cache;
+  const int k = head - static_cast<int>(in.num_q_heads);
   const int v = k - static_cast<int>(cache.num_kv_heads);
   if (k < 0) return source;
   if (v < 0) {
-    return static_cast<T*>(cache.k) + params.slot * cache.k_slot_stride +
+    return static_cast<T*>(cache.k) + slot * cache.k_slot_stride +
            position * cache.k_position_stride + k * cache.k_head_stride;
   }
-  return static_cast<T*>(cache.v) + params.slot * cache.v_slot_stride +
+  return static_cast<T*>(cache.v) + slot * cache.v_slot_stride +
          position * cache.v_position_stride + v * cache.v_head_stride;
 }
 
@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_kernel(ChunkParams pa
   // No early start of the successor: decode attention reads the cache before its own wait.
   wait_for_predecessor();
   const AttentionInput& in = params.input;
+  const ChunkPlace place = place_of(params);
   const int q_heads = static_cast<int>(in.num_q_heads);
   const int rotated_heads = q_heads + static_cast<int>(in.cache.num_kv_heads);
   const int heads = rotated_heads + static_cast<int>(in.cache.num_kv_heads);
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_kernel(ChunkParams pa
   const int index = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
   const int row = index / row_warps, first = index % row_warps * kWarpHeads;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (row >= in.num_rows) return;
-  const int64_t position = params.start + row;
+  if (row >= place.num_rows) return;
+  const int64_t position = int64_t{place.start} + row;
   T* const source = static_cast<T*>(in.qkv) + (static_cast<int64_t>(row) * heads + first) * D;
   Head<D> held[kWarpHeads];
 #pragma unroll
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_kernel(ChunkParams pa
 #pragma unroll
   for (int i = 0; i < kWarpHeads; ++i) {
     if (first + i >= heads) break;
-    store_head(held[i], target(params, source + i * D, position, first + i), lane);
+    store_head(held[i], target(in, source + i * D, place.slot, position, first + i), lane);
   }
 }
 

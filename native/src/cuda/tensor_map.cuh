@@ -52,4 +52,30 @@ CUtensorMap map_tensor(const char* what, const void* data, DType dtype,
   return map;
 }
 
+// K or V of a cache: boxes of `box_rows` positions and 64 columns, at (column, position, head,
+// slot).
+inline CUtensorMap map_cache(const char* what, const CacheParams& cache, const void* base,
+                             int64_t slot_stride, int64_t position_stride, int64_t head_stride,
+                             cuuint32_t box_rows) {
+  const cuuint64_t sizes[] = {
+      static_cast<cuuint64_t>(cache.head_dim), static_cast<cuuint64_t>(cache.num_positions),
+      static_cast<cuuint64_t>(cache.num_kv_heads), static_cast<cuuint64_t>(cache.num_slots)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(2 * position_stride),
+                                static_cast<cuuint64_t>(2 * head_stride),
+                                static_cast<cuuint64_t>(2 * slot_stride)};
+  const cuuint32_t box[] = {64, box_rows, 1, 1};
+  return map_tensor(what, base, cache.dtype, sizes, strides, box,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+struct CacheMaps {
+  CUtensorMap k, v;
+
+  CacheMaps(const char* what, const CacheParams& cache, cuuint32_t box_rows)
+      : k(map_cache(what, cache, cache.k, cache.k_slot_stride, cache.k_position_stride,
+                    cache.k_head_stride, box_rows)),
+        v(map_cache(what, cache, cache.v, cache.v_slot_stride, cache.v_position_stride,
+                    cache.v_head_stride, box_rows)) {}
+};
+
 }  // namespace slotwise::cuda
