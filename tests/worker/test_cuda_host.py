@@ -120,6 +120,32 @@ def test_a_slot_is_taken_anew_before_its_last_results_are_collected(
     assert list(results[2] + results[3]) == expected(folder, PROMPTS[1], 5)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "sample", "room"),
+    [
+        ((1,), True, 16),
+        ((16,), True, 16),
+        ((17,), True, 32),
+        ((33,), True, 48),
+        ((48,), True, 48),
+        ((49,), True, None),
+        ((9,), False, None),
+        ((5, 5), True, None),
+    ],
+)
+def test_lone_short_ends_of_prompts_have_forwards_of_their_own(
+    gpu: Driver, lengths: tuple[int, ...], sample: bool, room: int | None, mixed: bool
+) -> None:
+    """Of at least as many rows; a step has 48 at most."""
+    chunks = tuple(
+        gpu.first_chunk(slot, (7,) * length, sampling(60), sample=sample)
+        for slot, length in enumerate(lengths)
+    )
+    forward = gpu.executor.runner._chunks._captured(chunks, mixed)
+    assert (None if forward is None else forward.chunk.room) == room
+
+
 def test_a_slot_stops_at_an_end_id_inside_a_command(folder: Path, gpu: Driver) -> None:
     whole = expected(folder, PROMPTS[0], 12)
     end = whole[5]

@@ -29,8 +29,8 @@ MAX_LEN = 1024
 PROMPT = prompt_of(1, 420)
 NUM_NEW = 12
 SEEDED: dict[str, Any] = {"temperature": 1.2, "top_k": 300, "seed": 2**63 + 5}
-# Around tiles of 128 positions.
-BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 418, 419)
+# Around tiles of 128 positions; and 128, 64, 32 and 16 rows, which are the most of a graph.
+BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 418, 419, 291, 292, 355, 356, 387, 388, 404)
 SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
