@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from .errors import InvalidArgumentError
 from .generate_call import ConstraintSpec
-from .grammar import GrammarCompiler
+from .grammar import Grammar, GrammarCompiler
+from .grammar_trial import OutOfTimeError
 from .json_file import ModelFilesError
 from .request import Request
 
-# A compilation may take a second: what others need threads for goes on meanwhile.
-_MAX_AT_ONCE = 2
 # Why no token can come first, by whether the output is complete before it.
 _NOTHING = {
     True: "only an empty output is possible, and nothing may end it; unset ignore_eos and "
@@ -29,7 +30,9 @@ class Constraints:
 
     compiler: GrammarCompiler | None
     refusal: str = ""
-    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_AT_ONCE))
+    # A thread each, in which compilations take turns: all come here first, the slow go on there.
+    _quick: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    _slow: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @classmethod
     def load(cls, tokenizer_path: Path, vocab_size: int) -> Constraints:
@@ -45,26 +48,41 @@ class Constraints:
         """Gives each answer to a call its constraint and the mask of its first token.
 
         at_text_start: the outputs do not go on from a text. InvalidArgumentError with the library's
-        words when it does not compile; UnavailableError when too many others take too long.
+        words when it does not compile; UnavailableError when nothing can be compiled now.
         """
         if self.compiler is None:
             raise InvalidArgumentError(
                 spec.kind, f"constraints cannot be had with this model: {self.refusal}"
             )
-        async with self._turn:
-            await asyncio.to_thread(_constrain, self.compiler, spec, requests, at_text_start)
+        grammar = self.compiler.find(spec, at_text_start=at_text_start)
+        if grammar is None:
+            grammar = await self._compiled(self.compiler, spec, at_text_start)
+        await asyncio.to_thread(_constrain, grammar, spec.kind, requests)
+
+    def close(self) -> None:
+        """Ends what is being compiled, and the processes that trials run in."""
+        self._quick.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+        if self.compiler is not None:
+            self.compiler.close()
+
+    async def _compiled(
+        self, compiler: GrammarCompiler, spec: ConstraintSpec, at_start: bool
+    ) -> Grammar:
+        loop = asyncio.get_running_loop()
+        work = partial(compiler.compile, spec, at_text_start=at_start)
+        try:
+            return await loop.run_in_executor(self._quick, partial(work, is_slow=False))
+        except OutOfTimeError:
+            return await loop.run_in_executor(self._slow, work)
 
 
-def _constrain(
-    compiler: GrammarCompiler, spec: ConstraintSpec, requests: Sequence[Request], at_start: bool
-) -> None:
+def _constrain(grammar: Grammar, kind: str, requests: Sequence[Request]) -> None:
     for request in requests:
-        request.constraint = compiler.compile(
-            spec, request.end_token_ids, request.min_new_tokens, at_text_start=at_start
-        )
+        request.constraint = grammar.constraint(request.end_token_ids, request.min_new_tokens)
     assert requests[0].constraint is not None
     first_mask = requests[0].constraint.advance(())
     if first_mask.allowed is None:
-        raise InvalidArgumentError(spec.kind, _NOTHING[first_mask.is_complete])
+        raise InvalidArgumentError(kind, _NOTHING[first_mask.is_complete])
     for request in requests:
         request.first_mask = first_mask

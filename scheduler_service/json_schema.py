@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
@@ -29,8 +30,7 @@ MAX_BOUND = 1 << 53
 # fmt: off
 ANNOTATIONS = frozenset((
     "title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly",
-    "discriminator", "contentEncoding", "contentMediaType", "contentSchema", "$comment", "$schema",
-    "$id", "$anchor",
+    "discriminator", "$comment", "$schema", "$id", "$anchor",
 ))
 # fmt: on
 IN_PLACE = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
@@ -68,7 +68,7 @@ def checked_schema(source: str) -> dict[str, Any]:
 
 def _parsed(source: str) -> dict[str, Any]:
     try:
-        value = json.loads(source, parse_constant=_no_number)
+        value = json.loads(source, parse_constant=_no_number, object_pairs_hook=_no_key_twice)
     except RecursionError:
         raise InvalidArgumentError(FIELD, "is nested too deeply") from None
     except ValueError as error:
@@ -80,6 +80,16 @@ def _parsed(source: str) -> dict[str, Any]:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise InvalidArgumentError(
+            FIELD, f"an object has the key {json.dumps(twice)[:60]} twice; leave one out"
+        )
+    return found
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

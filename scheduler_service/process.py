@@ -34,6 +34,7 @@ class Process:
         self._config = config
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._at_end = contextlib.ExitStack()
         self._health = HealthService(config.engine.world_size)
         self._engine = Engine(config.engine, self._on_state, self._on_progress)
 
@@ -49,11 +50,13 @@ class Process:
                 await self._engine.stop()
                 self._health.close()
                 await server.stop(None)
+                self._at_end.close()
 
     async def _serve(self, server: grpc.aio.Server, address: str) -> None:
         model = await asyncio.to_thread(
             load_model, self._config.model_dir, self._config.served_name
         )
+        self._at_end.callback(model.constraints.close)
         for setting in model.info.unapplied:
             log.warning("generation_config.json asks for %s; it is not applied", setting)
         if model.constraints.refusal:

@@ -234,6 +234,10 @@ def _check_parse_output(call: GenerateCall, output_format: str) -> None:
 
 
 def _check_stops(call: GenerateCall, vocab_size: int) -> None:
+    if call.include_stop_in_output and call.omit_text:
+        raise InvalidArgumentError(
+            "include_stop_in_output", "needs the text that omit_text leaves out; unset one"
+        )
     if len(call.stop) > MAX_STOPS:
         raise InvalidArgumentError(
             "stop", f"{len(call.stop)} stop strings; at most {MAX_STOPS} are accepted"

@@ -247,6 +247,14 @@ def test_what_one_message_holds(num_prompt, options, field):
     assert caught.value.field == field
 
 
+def test_a_stop_in_a_text_that_is_left_out_is_refused():
+    asked = {"stop": ("a",), "include_stop_in_output": True}
+    check_call(GenerateCall(IdsInput((1,)), **asked), LIMITS)
+    with pytest.raises(InvalidArgumentError, match="omit_text leaves out") as caught:
+        check_call(GenerateCall(IdsInput((1,)), omit_text=True, **asked), LIMITS)
+    assert caught.value.field == "include_stop_in_output"
+
+
 def test_seeds_of_answers_are_derived():
     """As splitmix64 gives them; answer 0 keeps the call's own."""
     assert choice_seed(5, 0) == 5

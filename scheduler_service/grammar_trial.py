@@ -1,0 +1,264 @@
+"""Trials of constraints in a process that may crash, or be ended, in place of ours.
+
+`python -m scheduler_service.grammar_trial` holds a vocabulary, and has always forked a child that
+waits for the next constraint: it compiles it within bounds of time, memory and stack, answers and
+ends. So every trial has a fresh process, and none waits for one to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import marshal
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .errors import InvalidArgumentError, UnavailableError
+from .generate_call import ConstraintSpec
+from .grammar_text import grammar_text
+from .vocabulary import Vocabulary
+
+# What a trial may take. Threads in which masks are made have twice the stack, or more.
+MEMORY_BYTES = 256 << 20
+STACK_BYTES = 1 << 20
+# Until an answer, the start of the process included; what takes longer is the machine's fault.
+ANSWER_SECONDS = 20.0
+
+COMMAND = (sys.executable, "-m", "scheduler_service.grammar_trial")
+
+# Compiles a grammar of a kind, in the child; InvalidArgumentError.
+Work = Callable[[str, str], None]
+
+_LENGTH = struct.Struct(">Q")
+_ANSWERED, _NO_MORE, _FAULT = 0, 3, 4
+
+_log = logging.getLogger(__name__)
+
+
+class OutOfTimeError(Exception):
+    """A trial took all the time that it had."""
+
+
+class GrammarTrial:
+    """The process, started by the first trial and anew after a fault. Safe to use from several
+    threads, for one trial at a time."""
+
+    def __init__(self, texts: Sequence[bytes], command: Sequence[str] = COMMAND) -> None:
+        """texts: as of Vocabulary."""
+        self._texts = marshal.dumps(list(texts))
+        self._command = command
+        self._turn = threading.Lock()
+        # Held to start and to end the process, not while it works.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def run(self, spec: ConstraintSpec, leading: Sequence[str], seconds: float) -> None:
+        """Blocks. leading: texts before the output, each a grammar of its own; seconds: of a
+        processor. Returns when it compiles.
+
+        InvalidArgumentError when it does not, or breaks a bound of memory or stack; OutOfTimeError;
+        UnavailableError when there is no process to try it in.
+        """
+        request = marshal.dumps((spec.kind, spec.source, spec.choices, list(leading), seconds))
+        with self._turn:
+            try:
+                answer = self._answer(request)
+            except (OSError, ValueError) as error:
+                self._end()
+                raise UnavailableError(
+                    f"no constraint can be tried now: {str(error) or 'no answer'}; try again later"
+                ) from error
+        _check(spec.kind, answer)
+
+    def close(self) -> None:
+        """Ends the process, also in the midst of a trial; later ones get UnavailableError."""
+        with self._lock:
+            self._is_closed = True
+        self._end()
+
+    def _answer(self, request: bytes) -> dict[str, Any]:
+        """What the process says; OSError when it does not, or cannot be started."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the server ends")
+            if self._socket is None:
+                self._start()
+            channel = self._socket
+        assert channel is not None
+        channel.sendall(_LENGTH.pack(len(request)) + request)
+        answer = json.loads(_read(channel.recv))
+        assert isinstance(answer, dict)
+        return answer
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Ctrl-C is for us alone, and a group of its own can be ended as a whole.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._socket = ours
+        ours.settimeout(ANSWER_SECONDS)
+        ours.sendall(_LENGTH.pack(len(self._texts)) + self._texts)
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
+                self._socket.close()
+            self._process = self._socket = None
+
+
+def _check(kind: str, answer: dict[str, Any]) -> None:
+    if "refused" in answer:
+        raise InvalidArgumentError(answer["field"], answer["refused"])
+    if number := answer.get("signal"):
+        if number == signal.SIGPROF:
+            raise OutOfTimeError
+        name = signal.Signals(number).name
+        _log.warning("a constraint (%s) ended its trial by %s and is refused", kind, name)
+        raise InvalidArgumentError(
+            kind,
+            f"too complex: compiling it takes more than {MEMORY_BYTES >> 20} MiB of memory or "
+            f"{STACK_BYTES >> 10} KiB of stack ({name}); make it simpler",
+        )
+
+
+def _read(recv: Callable[[int], bytes]) -> bytes:
+    """One message; OSError where there is none."""
+    (size,) = _LENGTH.unpack(_read_exactly(recv, _LENGTH.size))
+    return _read_exactly(recv, size)
+
+
+def _read_exactly(recv: Callable[[int], bytes], size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the process for trials has ended")
+        data += part
+    return bytes(data)
+
+
+# What follows runs in the process for trials, whose standard input is the socket.
+
+
+def serve(prepare: Callable[[list[bytes]], Work]) -> int:
+    """Answers until the other side closes; the exit status. prepare: makes the work of the texts
+    of a vocabulary."""
+    try:
+        work = prepare(marshal.loads(_read(_recv)))
+    except ConnectionResetError:
+        return 0
+    gc.freeze()  # Else a collection in a child would copy all pages.
+    while True:
+        child = os.fork()
+        if child == 0:
+            _try_next(work)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code == _NO_MORE:
+            return 0
+        # SIGKILL is none of a constraint's faults: the machine is out of memory.
+        if code > 0 or code == -signal.SIGKILL:
+            return _FAULT
+        if code < 0:
+            _send({"signal": -code})
+
+
+def _try_next(work: Work) -> None:
+    """All that the child does. Never returns."""
+    code = _FAULT
+    try:
+        kind, source, choices, leading, seconds = marshal.loads(_read(_recv))
+        _set_bounds(seconds)
+        # The library's last words may be long, and hold the source.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        _send(_tried(work, ConstraintSpec(kind, source, choices), leading))
+        code = _ANSWERED
+    except ConnectionResetError:
+        code = _NO_MORE
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _set_bounds(seconds: float) -> None:
+    with open("/proc/self/statm") as file:
+        in_use = int(file.read().split()[0]) * resource.getpagesize()
+    _lower(resource.RLIMIT_AS, in_use + MEMORY_BYTES)
+    _lower(resource.RLIMIT_CORE, 0)
+    # Both may have been changed by whoever started the server.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _lower(which: int, limit: int) -> None:
+    _, most = resource.getrlimit(which)
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(which, (limit, limit))
+
+
+def _tried(work: Work, spec: ConstraintSpec, leading: Sequence[str]) -> dict[str, Any]:
+    """The answer. The library works in a thread, for its bound of stack."""
+    answer: dict[str, Any] = {}
+
+    def call(texts: list[str]) -> None:
+        try:
+            for text in texts:
+                work(spec.kind, text)
+        except BaseException as error:
+            answer.update(_refusal(spec.kind, error))
+
+    try:
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=call, args=([grammar_text(spec, x) for x in leading],))
+        thread.start()
+        thread.join()
+    except Exception as error:
+        answer.update(_refusal(spec.kind, error))
+    return answer
+
+
+def _refusal(kind: str, error: BaseException) -> dict[str, Any]:
+    if isinstance(error, InvalidArgumentError):
+        return {"field": error.field, "refused": error.description}
+    if isinstance(error, MemoryError):
+        return {"signal": int(signal.SIGABRT)}  # as the library says it
+    return {"field": kind, "refused": f"does not compile: {type(error).__name__}: {error}"[:300]}
+
+
+def _recv(size: int) -> bytes:
+    return os.read(0, size)
+
+
+def _send(answer: dict[str, Any]) -> None:
+    data = json.dumps(answer).encode()
+    os.write(0, _LENGTH.pack(len(data)) + data)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(lambda texts: Vocabulary(texts).rehearse))

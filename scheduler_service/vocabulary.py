@@ -1,0 +1,101 @@
+"""A model's tokens as llguidance sees them, and what it compiles for them within our limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import llguidance
+
+from .errors import InvalidArgumentError
+
+# Tokens that a rehearsal goes along.
+_NUM_STEPS = 3
+
+
+class Vocabulary:
+    """Tokens of text, with an end token of the library's own behind the model's."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        """texts: of each token id, empty for those that are never allowed. ValueError when the
+        library does not take them."""
+        self.size = len(texts)
+        self.text_bits = bits_of(id_ for id_, text in enumerate(texts) if text)
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=1000,
+            initial_lexer_fuel=500_000,
+            step_lexer_fuel=100_000,
+            step_max_items=10_000,
+            max_lexer_states=20_000,
+            max_grammar_size=200_000,
+            verbose_errors=False,
+        )
+        try:
+            self._library = llguidance.LLTokenizer(
+                llguidance.TokenizerWrapper(_Tokens([*texts, b"<end>"]))
+            )
+        except Exception as error:  # the library raises plain exceptions
+            raise ValueError(f"no constraints with these tokens: {error}") from error
+
+    def matcher(self, kind: str, grammar: str) -> llguidance.LLMatcher:
+        """A compiled grammar, its first mask computed; InvalidArgumentError if it has none."""
+        found = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=self._limits)
+        if found.is_error():
+            raise InvalidArgumentError(kind, f"does not compile: {shortened(found.get_error())}")
+        mask = int.from_bytes(found.compute_bitmask(), "little")
+        if found.is_error() and not is_dead(found):
+            raise InvalidArgumentError(kind, f"too complex: {shortened(found.get_error())}")
+        if found.is_error() or not mask & (self.text_bits | 1 << self.size):
+            raise InvalidArgumentError(kind, "no text satisfies it")
+        return found
+
+    def rehearse(self, kind: str, grammar: str) -> None:
+        """What a request does first: compiles, copies, and goes along a few tokens."""
+        matcher = self.matcher(kind, grammar).deep_copy()
+        for step in range(_NUM_STEPS):
+            mask = int.from_bytes(matcher.compute_bitmask(), "little") & self.text_bits
+            if matcher.is_error() or not mask:
+                return
+            first, last = (mask & -mask).bit_length() - 1, mask.bit_length() - 1
+            matcher.consume_token(last if step % 2 else first)
+            if matcher.is_error():
+                return
+
+    def to_bytes(self, bits: int) -> bytes:
+        return bits.to_bytes((self.size + 7) // 8, "little")
+
+
+class _Tokens:
+    """What the library asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = len(tokens) - 1
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: object) -> list[int]:
+        raise RuntimeError("a grammar asked for an encoding; none needs one")
+
+
+def bits_of(ids: Iterable[int]) -> int:
+    """A number with the bits of these ids set."""
+    data = bytearray()
+    for id_ in ids:
+        if id_ >= 8 * len(data):
+            data.extend(bytes(id_ // 8 + 1 - len(data)))
+        data[id_ // 8] |= 1 << id_ % 8
+    return int.from_bytes(data, "little")
+
+
+def is_dead(matcher: llguidance.LLMatcher) -> bool:
+    """Not too complex, but without any text that could follow."""
+    return "NoExtensionBias" in (matcher.stop_reason(), matcher.get_error().split("\n")[0])
+
+
+def shortened(message: str) -> str:
+    """Of the library's words, which may hold the whole grammar, the first and the last."""
+    message = re.split(r"<state>|<backtrace>|<non-verbose", message)[0]
+    message = " ".join(message.split())
+    return message if len(message) <= 300 else f"{message[:150]} ... {message[-140:]}"
