@@ -814,3 +814,49 @@ def test_decode_rows_are_of_those_that_run():
         assert len(d.scheduler.seats) <= 2
     assert {row for _, row in seen} == {0, 1}
     assert {slot for slot, _ in seen} == set(range(6))
+
+
+def paced(step_ns):
+    """A driver whose steps take step_ns, which it has seen, and a prompt that begins."""
+    d = driver(num_slots=4, max_step_tokens=32, max_mixed_step_tokens=32)
+    d.worker.step_ns = step_ns
+    d.submit(make_request("z"))
+    d.run()
+    d.submit(make_request("a"))
+    d.plan()
+    return d
+
+
+def test_requests_that_come_at_once_share_the_command_behind_the_first_prefill():
+    d = paced(10 * STEP_NS)
+    end_ns = d.now_ns + 2 * STEP_NS
+    assert d.plan() is None
+    assert d.scheduler.held_until_ns == end_ns
+    for name in ("b", "c"):
+        d.submit(make_request(name, (1, 2, 3)))
+        assert d.plan() is None
+    d.now_ns = end_ns
+    command = d.plan()
+    assert [isinstance(row, PrefillChunk) for row in command.rows] == [False, True, True]
+    assert d.scheduler.held_until_ns is None
+
+
+def test_nobody_waits_for_newcomers_behind_a_prefill_that_is_done():
+    d = paced(10 * STEP_NS)
+    assert d.plan() is None
+    sent_ns = d.now_ns
+    d.answer()
+    d.now_ns = sent_ns + 1
+    assert [type(row) for row in d.plan().rows] == [DecodeRow]
+    assert d.scheduler.held_until_ns is None
+
+
+def test_a_wait_for_newcomers_is_half_a_step_at_most():
+    d = paced(3 * STEP_NS)
+    assert d.plan() is None
+    assert d.scheduler.held_until_ns == d.now_ns + 3 * STEP_NS // 2
+
+
+def test_nobody_waits_for_newcomers_where_steps_are_short():
+    d = paced(2 * STEP_NS - 1)
+    assert [type(row) for row in d.plan().rows] == [DecodeRow]
