@@ -33,7 +33,9 @@ from .vocabulary import Vocabulary
 MEMORY_BYTES = 256 << 20
 STACK_BYTES = 1 << 20
 # Until an answer, the start of the process included; what takes longer is the machine's fault.
-ANSWER_SECONDS = 20.0
+_ANSWER_SECONDS = 20.0
+# For a process in which nothing is tried to end by itself.
+_END_SECONDS = 0.5
 
 COMMAND = (sys.executable, "-m", "scheduler_service.grammar_trial")
 
@@ -114,19 +116,23 @@ class GrammarTrial:
                 start_new_session=True,
             )
         self._socket = ours
-        ours.settimeout(ANSWER_SECONDS)
+        ours.settimeout(_ANSWER_SECONDS)
         ours.sendall(_LENGTH.pack(len(self._texts)) + self._texts)
 
     def _end(self) -> None:
+        """Where nothing is tried the processes end by themselves, else they are killed."""
         with self._lock:
-            if self._process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
             if self._socket is not None:
+                # Also wakes who waits for an answer.
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 self._socket.close()
+            if self._process is not None:
+                try:
+                    self._process.wait(_END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                    self._process.wait()
             self._process = self._socket = None
 
 
@@ -224,22 +230,23 @@ def _lower(which: int, limit: int) -> None:
 
 def _tried(work: Work, spec: ConstraintSpec, leading: Sequence[str]) -> dict[str, Any]:
     """The answer. The library works in a thread, for its bound of stack."""
+    try:
+        texts = [grammar_text(spec, each) for each in leading]
+    except Exception as error:
+        return _refusal(spec.kind, error)
     answer: dict[str, Any] = {}
 
-    def call(texts: list[str]) -> None:
+    def call() -> None:
         try:
             for text in texts:
                 work(spec.kind, text)
-        except BaseException as error:
+        except BaseException as error:  # as the library's panics are
             answer.update(_refusal(spec.kind, error))
 
-    try:
-        threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=call, args=([grammar_text(spec, x) for x in leading],))
-        thread.start()
-        thread.join()
-    except Exception as error:
-        answer.update(_refusal(spec.kind, error))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
     return answer
 
 

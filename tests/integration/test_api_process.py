@@ -16,6 +16,7 @@ from pathlib import Path
 
 import fake_server
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizer_files import write_model
@@ -144,6 +145,19 @@ def test_sigterm_while_the_workers_are_not_there(model, tmp_path):
         running.wait_for_log("listening")
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_process_for_trials_ends_with_the_server(model, worker, number):
+    with serving(model, worker) as (running, stub):
+        asked = pb.GenerateRequest(text="a", regex="(abc)*", max_new_tokens=2)
+        stub.Complete(asked, timeout=WAIT_S)
+        (trial,) = psutil.Process(running.process.pid).children()
+        there = [trial, *trial.children()]
+        running.process.send_signal(number)
+        running.end()
+        _, left = psutil.wait_procs(there, WAIT_S)
+        assert not left
 
 
 def test_health_answers_before_the_workers_are_there(model, tmp_path):

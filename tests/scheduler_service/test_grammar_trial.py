@@ -1,0 +1,227 @@
+"""Trials in a process: none of their faults reaches ours, and no process stays behind."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fake_trial
+import psutil
+import pytest
+from tokenizer_files import write_byte_level
+
+from scheduler_service import grammar
+from scheduler_service.errors import InvalidArgumentError, UnavailableError
+from scheduler_service.generate_call import ConstraintSpec
+from scheduler_service.grammar import GrammarCompiler
+from scheduler_service.grammar_trial import MEMORY_BYTES, GrammarTrial, OutOfTimeError
+
+TEXTS = [bytes([byte]) for byte in range(256)]
+# Of a processor. A harmless trial takes some milliseconds.
+PLENTY, LITTLE = 60.0, 0.05
+
+
+def command(memory_bytes=MEMORY_BYTES, *more):
+    return (sys.executable, str(Path(fake_trial.__file__)), str(memory_bytes), *map(str, more))
+
+
+def regex(text):
+    return ConstraintSpec("regex", text)
+
+
+@pytest.fixture
+def trial():
+    made = GrammarTrial(TEXTS, command())
+    yield made
+    made.close()
+
+
+def processes(trial):
+    """The process that holds the vocabulary, and the child that waits or works."""
+    parent = psutil.Process(trial._process.pid)
+    while not (children := parent.children()):
+        time.sleep(0.01)
+    return [parent, *children]
+
+
+def wait_until_gone(processes):
+    """A process without a parent may stay a zombie, where nobody asks for it."""
+    for _ in range(6000):
+        if all(map(is_gone, processes)):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"left behind: {processes}")
+
+
+def is_gone(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "words"),
+    [
+        ("abort", InvalidArgumentError, r"regex: too complex: .*256 MiB .*\(SIGABRT\); make it"),
+        ("grow", InvalidArgumentError, r"too complex: .*256 MiB"),
+        ("panic", InvalidArgumentError, "regex: does not compile: Panic: at the disco"),
+        ("refuse", InvalidArgumentError, "regex: is refused"),
+        ("spin", OutOfTimeError, None),
+        # By the system, when it is out of memory: no fault of the constraint's.
+        ("killed", UnavailableError, "no constraint can be tried now: .*; try again later"),
+    ],
+)
+def test_a_fault_is_the_constraints_alone(trial, word, error, words):
+    trial.run(regex("a"), [""], PLENTY)
+    with pytest.raises(error, match=words):
+        trial.run(regex(word), [""], LITTLE if word == "spin" else PLENTY)
+    trial.run(regex("b"), [""], PLENTY)
+
+
+def test_after_a_crash_no_process_has_to_start(trial):
+    trial.run(regex("a"), [""], PLENTY)
+    pid = trial._process.pid
+    with pytest.raises(InvalidArgumentError, match="SIGABRT"):
+        trial.run(regex("abort"), [""], PLENTY)
+    trial.run(regex("a"), [""], PLENTY)
+    assert trial._process.pid == pid
+
+
+def test_memory_is_bounded():
+    many = ConstraintSpec("choice", "", tuple(f"{i} of many" for i in range(1000)))
+    for size, is_enough in ((MEMORY_BYTES, True), (2 << 20, False)):
+        trial = GrammarTrial(TEXTS, command(size))
+        if is_enough:
+            trial.run(many, [""], PLENTY)
+        else:
+            with pytest.raises(InvalidArgumentError, match=r"too complex: .* of memory"):
+                trial.run(many, [""], PLENTY)
+        trial.close()
+
+
+def test_every_grammar_of_a_constraint_is_tried(trial):
+    trial.run(regex("a"), ["", " "], PLENTY)
+    with pytest.raises(InvalidArgumentError, match="SIGABRT"):
+        trial.run(regex("a"), ["", "abort"], PLENTY)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("/no/such",), (sys.executable, "-c", "pass"), (sys.executable, "-c", "import nothing")],
+)
+def test_without_a_process_constraints_are_unavailable(command):
+    trial = GrammarTrial(TEXTS, command)
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="no constraint can be tried now"):
+            trial.run(regex("a"), [""], PLENTY)
+    trial.close()
+
+
+@pytest.mark.parametrize("is_working", [False, True])
+def test_closing_leaves_no_process(tmp_path, is_working):
+    sleeps = tmp_path / "sleeps"
+    trial = GrammarTrial(TEXTS, command(MEMORY_BYTES, sleeps))
+    trial.run(regex("a"), [""], PLENTY)
+    errors = []
+
+    def work():
+        try:
+            trial.run(regex("sleep"), [""], PLENTY)
+        except UnavailableError as error:
+            errors.append(error)
+
+    there = processes(trial)
+    thread = threading.Thread(target=work)
+    if is_working:
+        thread.start()
+        while not sleeps.exists():
+            time.sleep(0.01)
+    trial.close()
+    wait_until_gone(there)
+    if is_working:
+        thread.join()
+        assert errors
+    with pytest.raises(UnavailableError, match="the server ends"):
+        trial.run(regex("a"), [""], PLENTY)
+
+
+def test_it_ends_with_its_owner(trial):
+    """As when the server is killed: the socket is closed, and nobody ends the processes."""
+    trial.run(regex("a"), [""], PLENTY)
+    there = processes(trial)
+    trial._socket.close()
+    assert trial._process.wait() == 0
+    wait_until_gone(there)
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    made = GrammarCompiler(write_byte_level(tmp_path), 517, command())
+    yield made
+    made.close()
+
+
+def without_processes(compiler, monkeypatch):
+    def run(*_):
+        raise AssertionError("it is tried again")
+
+    monkeypatch.setattr(compiler._quick, "run", run)
+    monkeypatch.setattr(compiler._slow, "run", run)
+
+
+@pytest.mark.parametrize("word", ["abort", "refuse", "spin"])
+def test_a_refusal_is_remembered(compiler, monkeypatch, word):
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", LITTLE)
+    with pytest.raises(InvalidArgumentError) as first:
+        compiler.compile(regex(word))
+    without_processes(compiler, monkeypatch)
+    for again in (compiler.find, compiler.compile):
+        with pytest.raises(InvalidArgumentError) as later:
+            again(regex(word))
+        assert (str(later.value), later.value.field) == (str(first.value), "regex")
+
+
+def test_refusals_are_bounded(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "CACHE_BYTES", 4000)
+    compiler.compile(regex("a"))
+    for i in range(5):
+        with pytest.raises(InvalidArgumentError):
+            compiler.compile(regex(f"refuse{i}"))
+    assert len(compiler._refused) == 3
+    assert compiler.find(regex("refuse0")) is None
+    assert compiler.find(regex("a"))
+
+
+def test_what_compiles_is_found_without_a_trial(compiler, monkeypatch):
+    assert compiler.find(regex("a")) is None
+    compiler.compile(regex("a"))
+    without_processes(compiler, monkeypatch)
+    assert compiler.find(regex("a")) is compiler.compile(regex("a"))
+
+
+def test_what_is_no_fault_of_the_constraint_is_not_remembered(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "QUICK_SECONDS", LITTLE)
+    with pytest.raises(UnavailableError):
+        compiler.compile(regex("killed"))
+    with pytest.raises(OutOfTimeError):
+        compiler.compile(regex("spin"), is_slow=False)
+    assert not len(compiler._refused)
+    assert compiler.find(regex("spin")) is None
+
+
+def test_too_much_time_is_said(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", LITTLE)
+    with pytest.raises(
+        InvalidArgumentError, match=r"regex: too complex: not compiled after 0.05 s"
+    ):
+        compiler.compile(regex("spin"))
+
+
+def test_no_process_starts_before_a_constraint_comes(compiler):
+    assert compiler._quick._process is None
+    compiler.compile(regex("a"), is_slow=False)
+    assert compiler._quick._process is not None
+    assert compiler._slow._process is None
