@@ -33,7 +33,7 @@ from .request_queue import Deadlines, RequestQueue, ServiceTime
 from .seat import Seat
 from .slots import Slot, SlotTable, SlotView
 from .step import Outstanding, PlannedRow, ResultError, RowResult, StepCommand, StepResult
-from .step_plan import MaskWait, NewcomerWait, StepPace, plan_rows
+from .step_plan import MaskWait, StepPace, plan_rows
 
 # Message and status of a request whose row is corrupted.
 _CORRUPTED = ("the model gave logits that are no numbers for this request", "INTERNAL")
@@ -65,7 +65,6 @@ class Scheduler:
         self.calls: Counter[str] = Counter()
         self._deadlines = Deadlines()
         self._pace = StepPace(limits.run_ahead_window_ns, limits.max_steps_per_command)
-        self._newcomer_wait = NewcomerWait()
         self._mask_wait = MaskWait()
         self._service_time = ServiceTime()
         self._epoch = 1
@@ -88,9 +87,8 @@ class Scheduler:
 
     @property
     def held_until_ns(self) -> int | None:
-        """When `plan_step` no longer waits for newcomers or for masks that are missing; None: it
-        waits for neither."""
-        return self._newcomer_wait.until_ns or self._mask_wait.until_ns
+        """When `plan_step` plans without the masks that are missing; None: it waits for none."""
+        return self._mask_wait.until_ns
 
     @property
     def num_used_tokens(self) -> int:
@@ -202,8 +200,6 @@ class Scheduler:
             return None
         self._admit(now_ns)
         is_idle = not self.outstanding
-        if self._newcomer_wait.holds(is_idle, now_ns):
-            return None
         if self._mask_wait.holds(self.seats.values(), self._pace.step_ns, is_idle, now_ns):
             return None
         num_logprobs_steps = sum(step.num_logprobs_steps for step in self.outstanding)
@@ -221,8 +217,6 @@ class Scheduler:
                 bool(plan.chunks),
             )
         )
-        if is_idle and plan.chunks and self.may_run_ahead:
-            self._newcomer_wait.begin(self._pace.step_ns, now_ns)
         return command
 
     def apply_result(self, result: StepResult, now_ns: int) -> list[Event]:

@@ -10,11 +10,6 @@ from .prefix_plan import PrefixPlan
 from .seat import Seat
 from .step import PlannedRow, PrefillChunk, Row
 
-# Requests that a client sends at once arrive within a few milliseconds.
-_MAX_NEWCOMER_WAIT_NS = 2_000_000
-# A timer is not more exact than this.
-_MIN_NEWCOMER_WAIT_NS = 1_000_000
-
 
 class StepPace:
     """Estimates the time of a decode step from reported durations; depends on nothing else."""
@@ -37,30 +32,6 @@ class StepPace:
             return 1
         nearest = (self._window_ns + self.step_ns // 2) // self.step_ns
         return max(1, min(self._max_steps, nearest))
-
-
-@dataclass(slots=True)
-class NewcomerWait:
-    """Lets requests that come at once share a command, behind a prefill that the first one began.
-
-    That takes at least about a step, so the command behind it has time: planned at once it would
-    bring the first one's next token alone, and the others would wait a step longer.
-    """
-
-    # When the wait ends; None: there is none.
-    until_ns: int | None = None
-
-    def begin(self, step_ns: int, now_ns: int) -> None:
-        """A prefill begins now, and nothing is under way behind it."""
-        wait_ns = min(_MAX_NEWCOMER_WAIT_NS, step_ns // 2)
-        self.until_ns = now_ns + wait_ns if wait_ns >= _MIN_NEWCOMER_WAIT_NS else None
-
-    def holds(self, is_idle: bool, now_ns: int) -> bool:
-        """Nothing is to be planned now. is_idle: no step is outstanding."""
-        if self.until_ns is not None and not is_idle and now_ns < self.until_ns:
-            return True
-        self.until_ns = None
-        return False
 
 
 @dataclass(slots=True)
