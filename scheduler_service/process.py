@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -69,6 +70,9 @@ class Process:
             log.info("told to end before the workers were ready")
             return
         service.check_workers()
+        # All that is here stays, and one collection of it would hold every request up for 15 ms.
+        gc.collect()
+        gc.freeze()
         self._tell(event="ready", address=address, model=model.info.name)
         log.info("ready: %s on %s", model.info.name, address)
         await self._stop.wait()
