@@ -26,8 +26,12 @@ from .vocabulary import Vocabulary, bits_of, is_dead, shortened
 # Of a processor, that a compilation takes at most, and that most never take.
 COMPILE_SECONDS = 1.0
 QUICK_SECONDS = 0.02
-# Sources of the compiled grammars that are kept for the next request, in all; as much of refused.
+# Compiled grammars that are kept for the next request. Followed, each may grow by some MB.
+MAX_KEPT = 64
+# Their sources, in all; as much of those of refused ones.
 CACHE_BYTES = 2 << 20
+# As a source counts, besides its own bytes.
+ENTRY_BYTES = 1 << 10
 
 T = TypeVar("T")
 
@@ -54,15 +58,16 @@ class GrammarCompiler:
         self._leading_bits = bits_of(i for i, text in enumerate(texts) if text.startswith(first))
         self._quick = GrammarTrial(texts, command)
         self._slow = GrammarTrial(texts, command)
-        self._compiled = _Cache[Grammar]()
-        self._refused = _Cache[InvalidArgumentError]()
+        self._compiled = _Cache[Grammar](MAX_KEPT)
+        self._refused = _Cache[InvalidArgumentError](CACHE_BYTES // ENTRY_BYTES)
 
     def find(self, spec: ConstraintSpec, *, at_text_start: bool = False) -> Grammar | None:
         """What was compiled before, at once; InvalidArgumentError when it was refused before."""
         key = (spec, at_text_start and bool(self._blank))
         if refusal := self._refused.get(key):
             raise InvalidArgumentError(refusal.field, refusal.description)
-        return self._compiled.get(key)
+        found = self._compiled.get(key)
+        return None if found is None or found.is_spent else found
 
     def compile(
         self, spec: ConstraintSpec, *, at_text_start: bool = False, is_slow: bool = True
@@ -106,7 +111,11 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled constraint: matchers at their start, to be copied, never advanced."""
+    """A compiled constraint: matchers at their start, to be copied, never advanced.
+
+    Copies share what the library learns of the text's words; where this breaks its bounds for one,
+    it does for all, and the grammar `is_spent`: to be compiled anew.
+    """
 
     def __init__(
         self,
@@ -115,25 +124,21 @@ class Grammar:
         leading_bits: int,
         kind: str,
     ) -> None:
-        """As of GrammarConstraint."""
-        self._vocabulary = vocabulary
+        """matchers: of the grammar and, where a space is taken off the text's start, of the grammar
+        with one before it; the first token decides: leading_bits are of those that begin with it.
+        """
+        self.vocabulary = vocabulary
+        self.leading_bits = leading_bits
+        self.kind = kind
+        self.is_spent = False
         self._matchers = matchers
-        self._leading_bits = leading_bits
-        self._kind = kind
         self._lock = threading.Lock()
 
     def constraint(self, end_token_ids: frozenset[int], min_new_tokens: int) -> GrammarConstraint:
         """For one output."""
         with self._lock:
             matchers = [matcher.deep_copy() for matcher in self._matchers]
-        return GrammarConstraint(
-            self._vocabulary,
-            matchers,
-            self._leading_bits,
-            end_token_ids,
-            min_new_tokens,
-            self._kind,
-        )
+        return GrammarConstraint(self, matchers, end_token_ids, min_new_tokens)
 
 
 class GrammarConstraint:
@@ -141,23 +146,20 @@ class GrammarConstraint:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        grammar: Grammar,
         matchers: list[llguidance.LLMatcher],
-        leading_bits: int,
         end_token_ids: frozenset[int],
         min_new_tokens: int,
-        kind: str,
     ) -> None:
-        """matchers: of the grammar and, where a space is taken off the text's start, of the grammar
-        with one before it; the first token decides: leading_bits are of those that begin with it.
-        """
-        self._vocabulary = vocabulary
+        """matchers: copies of the grammar's."""
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
         self._matchers = matchers
-        self._leading_bits = leading_bits
-        self._end_bits = bits_of(id_ for id_ in end_token_ids if id_ < vocabulary.size)
+        self._leading_bits = grammar.leading_bits
+        self._end_bits = bits_of(id_ for id_ in end_token_ids if id_ < grammar.vocabulary.size)
         self._min_new_tokens = min_new_tokens
         self._num_tokens = 0
-        self._kind = kind
+        self._kind = grammar.kind
 
     def advance(self, token_ids: Sequence[int]) -> Mask:
         """ValueError for a token that the last mask did not allow; ConstraintError when the grammar
@@ -202,6 +204,7 @@ class GrammarConstraint:
         self._num_tokens += 1
 
     def _too_complex(self, matcher: llguidance.LLMatcher) -> ConstraintError:
+        self._grammar.is_spent = True
         return ConstraintError(
             f"{self._kind}: too complex to be followed after {self._num_tokens} tokens: "
             f"{shortened(matcher.get_error())}"
@@ -211,7 +214,8 @@ class GrammarConstraint:
 class _Cache(Generic[T]):
     """The last used ones, by constraint and whether it begins a text; CACHE_BYTES of sources."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._entries: OrderedDict[tuple[ConstraintSpec, bool], T] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -230,14 +234,13 @@ class _Cache(Generic[T]):
             if key not in self._entries:
                 self._num_bytes += _size(key)
             self._entries[key] = value
-            while self._num_bytes > CACHE_BYTES:
+            while self._num_bytes > CACHE_BYTES or len(self._entries) > self._most:
                 oldest, _ = self._entries.popitem(last=False)
                 self._num_bytes -= _size(oldest)
 
 
 def _size(key: tuple[ConstraintSpec, bool]) -> int:
-    # At least some: even short sources compile to something.
-    return 1024 + num_bytes(key[0])
+    return ENTRY_BYTES + num_bytes(key[0])
 
 
 def _texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:

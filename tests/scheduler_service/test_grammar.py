@@ -434,6 +434,18 @@ def test_a_mask_that_runs_over_its_bound_names_the_constraint(byte_level):
         constraint.advance(byte_level.ids("bbbb"))
 
 
+def test_what_one_output_broke_is_whole_for_the_next(byte_level):
+    """The library's copies share the states of their lexer, and its bound."""
+
+    def walk_until_it_breaks():
+        for seed in range(1000):
+            byte_level.walk(byte_level.compile(*HOSTILE["distances"]), seed)
+
+    with pytest.raises(ConstraintError, match="too many states"):
+        walk_until_it_breaks()
+    assert byte_level.compile(*HOSTILE["distances"]).advance(()).allowed is not None
+
+
 def test_equal_constraints_share_their_compilation_and_nothing_else(byte_level):
     one, other = byte_level.compile("regex", "abc"), byte_level.compile("regex", "abc")
     a, b, _ = byte_level.ids("abc")
@@ -450,6 +462,9 @@ def test_the_cache_forgets(tmp_path):
     kept = model.compiler._compiled
     assert 0 < len(kept) < 12
     assert 400_000 * len(kept) <= grammar.CACHE_BYTES
+    for i in range(grammar.MAX_KEPT + 5):
+        model.compile("regex", f"{i}")
+    assert len(kept) == grammar.MAX_KEPT
 
 
 def test_many_threads_at_once(byte_level):
