@@ -419,14 +419,14 @@ __global__ void __launch_bounds__((1 + kGroups) * kGroupThreads, 1)
     barrier_init(shared.full(0, thread), 1);
     barrier_init(shared.empty(0, thread), 4 * kGroups / kTeams);
   }
-  if (thread < Layout::kInboxes) {
-    const int chunk = thread % (1 + Layout::kChunks) - 1;
-    const uint32_t inbox = shared.inbox(thread / (1 + Layout::kChunks), chunk);
-    barrier_init(inbox, 1);
-    barrier_expect(inbox, chunk < 0 ? Layout::kStateBytes : Layout::kChunkBytes);
-  }
+  const int chunk = thread % (1 + Layout::kChunks) - 1;
+  const uint32_t inbox = shared.inbox(thread / (1 + Layout::kChunks), chunk);
+  if (thread < Layout::kInboxes) barrier_init(inbox, 1);
   fence_barriers();
   __syncthreads();
+  if (thread < Layout::kInboxes) {
+    barrier_expect(inbox, chunk < 0 ? Layout::kStateBytes : Layout::kChunkBytes);
+  }
   arrive_cluster_relaxed();
   wait_for_predecessor();
   start_successor();
