@@ -17,11 +17,11 @@ import llguidance
 from .errors import ConstraintError, InvalidArgumentError
 from .generate_call import ConstraintSpec
 from .grammar_text import grammar_text, num_bytes
-from .grammar_trial import COMMAND, GrammarTrial, OutOfTimeError
+from .grammar_trial import COMMAND, STACK_BYTES, GrammarTrial, OutOfTimeError
 from .json_file import ModelFilesError
 from .request import Mask
 from .tokenizer import Tokenizer
-from .vocabulary import Vocabulary, bits_of, is_dead, shortened
+from .vocabulary import Vocabulary, bits_of, is_dead, shortened, with_stack
 
 # Of a processor, that a compilation takes at most, and that most never take.
 COMPILE_SECONDS = 1.0
@@ -87,8 +87,13 @@ class GrammarCompiler:
         except InvalidArgumentError as error:
             self._refused.put(key, error)
             raise
-        texts = (grammar_text(spec, each) for each in leading)
-        matchers = [self._vocabulary.matcher(spec.kind, text) for text in texts]
+
+        def compiled() -> list[llguidance.LLMatcher]:
+            texts = (grammar_text(spec, each) for each in leading)
+            return [self._vocabulary.matcher(spec.kind, text) for text in texts]
+
+        # More than it had in its trial.
+        matchers = with_stack(2 * STACK_BYTES, compiled)
         grammar = Grammar(self._vocabulary, matchers, self._leading_bits, spec.kind)
         self._compiled.put(key, grammar)
         return grammar

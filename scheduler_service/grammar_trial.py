@@ -24,23 +24,24 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llguidance
+
 from .errors import InvalidArgumentError, UnavailableError
 from .generate_call import ConstraintSpec
 from .grammar_text import grammar_text
-from .vocabulary import Vocabulary
+from .vocabulary import Vocabulary, with_stack
 
-# What a trial may take. Threads in which masks are made have twice the stack, or more.
+# What a trial may take. The library recurses along chains of rules and of $refs.
 MEMORY_BYTES = 256 << 20
-STACK_BYTES = 1 << 20
+STACK_BYTES = 32 << 20
+# Of that, to make masks: any thread has more.
+MASK_STACK_BYTES = 1 << 20
 # Until an answer, the start of the process included; what takes longer is the machine's fault.
 _ANSWER_SECONDS = 20.0
 # For a process in which nothing is tried to end by itself.
 _END_SECONDS = 0.5
 
 COMMAND = (sys.executable, "-m", "scheduler_service.grammar_trial")
-
-# Compiles a grammar of a kind, in the child; InvalidArgumentError.
-Work = Callable[[str, str], None]
 
 _LENGTH = struct.Struct(">Q")
 _ANSWERED, _NO_MORE, _FAULT = 0, 3, 4
@@ -143,11 +144,11 @@ def _check(kind: str, answer: dict[str, Any]) -> None:
         if number == signal.SIGPROF:
             raise OutOfTimeError
         name = signal.Signals(number).name
-        _log.warning("a constraint (%s) ended its trial by %s and is refused", kind, name)
+        _log.info("a constraint (%s) ended its trial by %s and is refused", kind, name)
         raise InvalidArgumentError(
             kind,
             f"too complex: compiling it takes more than {MEMORY_BYTES >> 20} MiB of memory or "
-            f"{STACK_BYTES >> 10} KiB of stack ({name}); make it simpler",
+            f"{STACK_BYTES >> 20} MiB of stack ({name}); make it simpler",
         )
 
 
@@ -170,18 +171,17 @@ def _read_exactly(recv: Callable[[int], bytes], size: int) -> bytes:
 # What follows runs in the process for trials, whose standard input is the socket.
 
 
-def serve(prepare: Callable[[list[bytes]], Work]) -> int:
-    """Answers until the other side closes; the exit status. prepare: makes the work of the texts
-    of a vocabulary."""
+def serve(make: Callable[[list[bytes]], Vocabulary] = Vocabulary) -> int:
+    """Answers until the other side closes; the exit status."""
     try:
-        work = prepare(marshal.loads(_read(_recv)))
+        vocabulary = make(marshal.loads(_read(_recv)))
     except ConnectionResetError:
         return 0
     gc.freeze()  # Else a collection in a child would copy all pages.
     while True:
         child = os.fork()
         if child == 0:
-            _try_next(work)
+            _try_next(vocabulary)
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         if code == _NO_MORE:
@@ -193,7 +193,7 @@ def serve(prepare: Callable[[list[bytes]], Work]) -> int:
             _send({"signal": -code})
 
 
-def _try_next(work: Work) -> None:
+def _try_next(vocabulary: Vocabulary) -> None:
     """All that the child does. Never returns."""
     code = _FAULT
     try:
@@ -201,7 +201,7 @@ def _try_next(work: Work) -> None:
         _set_bounds(seconds)
         # The library's last words may be long, and hold the source.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        _send(_tried(work, ConstraintSpec(kind, source, choices), leading))
+        _send(_tried(vocabulary, ConstraintSpec(kind, source, choices), leading))
         code = _ANSWERED
     except ConnectionResetError:
         code = _NO_MORE
@@ -228,26 +228,25 @@ def _lower(which: int, limit: int) -> None:
     resource.setrlimit(which, (limit, limit))
 
 
-def _tried(work: Work, spec: ConstraintSpec, leading: Sequence[str]) -> dict[str, Any]:
-    """The answer. The library works in a thread, for its bound of stack."""
+def _tried(vocabulary: Vocabulary, spec: ConstraintSpec, leading: Sequence[str]) -> dict[str, Any]:
+    """The answer."""
+
+    def compiled() -> list[llguidance.LLMatcher]:
+        return [vocabulary.matcher(spec.kind, text) for text in texts]
+
+    def followed() -> None:
+        for matcher in matchers:
+            vocabulary.rehearse(matcher)
+
     try:
         texts = [grammar_text(spec, each) for each in leading]
-    except Exception as error:
+        matchers = with_stack(STACK_BYTES, compiled)
+        with_stack(MASK_STACK_BYTES, followed)
+    except UnavailableError:
+        raise
+    except BaseException as error:
         return _refusal(spec.kind, error)
-    answer: dict[str, Any] = {}
-
-    def call() -> None:
-        try:
-            for text in texts:
-                work(spec.kind, text)
-        except BaseException as error:  # as the library's panics are
-            answer.update(_refusal(spec.kind, error))
-
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    return answer
+    return {}
 
 
 def _refusal(kind: str, error: BaseException) -> dict[str, Any]:
@@ -268,4 +267,4 @@ def _send(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(lambda texts: Vocabulary(texts).rehearse))
+    sys.exit(serve())

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import llguidance
 
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, UnavailableError
 
 # Tokens that a rehearsal goes along.
 _NUM_STEPS = 3
+# The size of a stack is set for whichever thread starts next.
+_STARTING = threading.Lock()
+
+T = TypeVar("T")
 
 
 class Vocabulary:
@@ -49,9 +56,9 @@ class Vocabulary:
             raise InvalidArgumentError(kind, "no text satisfies it")
         return found
 
-    def rehearse(self, kind: str, grammar: str) -> None:
-        """What a request does first: compiles, copies, and goes along a few tokens."""
-        matcher = self.matcher(kind, grammar).deep_copy()
+    def rehearse(self, matcher: llguidance.LLMatcher) -> None:
+        """What a request does first: copies it, and goes along a few tokens."""
+        matcher = matcher.deep_copy()
         for step in range(_NUM_STEPS):
             mask = int.from_bytes(matcher.compute_bitmask(), "little") & self.text_bits
             if matcher.is_error() or not mask:
@@ -77,6 +84,28 @@ class _Tokens:
 
     def __call__(self, text: object) -> list[int]:
         raise RuntimeError("a grammar asked for an encoding; none needs one")
+
+
+def with_stack(num_bytes: int, work: Callable[[], T]) -> T:
+    """work() in a thread that has so large a stack; UnavailableError where none can be started."""
+    done: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # as the library's panics are
+            done.set_exception(error)
+
+    thread = threading.Thread(target=call, name="grammar", daemon=True)
+    with _STARTING:
+        size = threading.stack_size(num_bytes)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise UnavailableError(f"no constraint can be compiled now: {error}") from error
+        finally:
+            threading.stack_size(size)
+    return done.result()
 
 
 def bits_of(ids: Iterable[int]) -> int:

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import llguidance
+
 from scheduler_service import grammar_trial
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.vocabulary import Vocabulary
@@ -50,18 +52,14 @@ FAULTS = {
 }
 
 
-def prepare(texts: list[bytes]) -> grammar_trial.Work:
-    vocabulary = Vocabulary(texts)
-
-    def work(kind: str, grammar: str) -> None:
+class FaultyVocabulary(Vocabulary):
+    def matcher(self, kind: str, grammar: str) -> llguidance.LLMatcher:
         for word, fault in FAULTS.items():
             if word in grammar:
                 fault()
-        vocabulary.rehearse(kind, grammar)
-
-    return work
+        return super().matcher(kind, grammar)
 
 
 if __name__ == "__main__":
     grammar_trial.MEMORY_BYTES = int(sys.argv[1])
-    sys.exit(grammar_trial.serve(prepare))
+    sys.exit(grammar_trial.serve(FaultyVocabulary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from scheduler_service import grammar
 from scheduler_service.errors import InvalidArgumentError, UnavailableError
 from scheduler_service.generate_call import ConstraintSpec
 from scheduler_service.grammar import GrammarCompiler
-from scheduler_service.grammar_trial import MEMORY_BYTES, GrammarTrial, OutOfTimeError
+from scheduler_service.grammar_trial import MEMORY_BYTES, STACK_BYTES, GrammarTrial, OutOfTimeError
 
 TEXTS = [bytes([byte]) for byte in range(256)]
 # Of a processor. A harmless trial takes some milliseconds.
@@ -91,8 +92,8 @@ def test_after_a_crash_no_process_has_to_start(trial):
 
 
 def test_memory_is_bounded():
-    many = ConstraintSpec("choice", "", tuple(f"{i} of many" for i in range(1000)))
-    for size, is_enough in ((MEMORY_BYTES, True), (2 << 20, False)):
+    many = ConstraintSpec("json_schema", json.dumps({"enum": [f"v{i}" for i in range(20_000)]}))
+    for size, is_enough in ((MEMORY_BYTES, True), (STACK_BYTES + (4 << 20), False)):
         trial = GrammarTrial(TEXTS, command(size))
         if is_enough:
             trial.run(many, [""], PLENTY)
