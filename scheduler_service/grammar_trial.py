@@ -108,6 +108,8 @@ class GrammarTrial:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        self._socket = ours
+        ours.settimeout(_ANSWER_SECONDS)
         with theirs:
             # Ctrl-C is for us alone, and a group of its own can be ended as a whole.
             self._process = subprocess.Popen(
@@ -116,8 +118,6 @@ class GrammarTrial:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._socket = ours
-        ours.settimeout(_ANSWER_SECONDS)
         ours.sendall(_LENGTH.pack(len(self._texts)) + self._texts)
 
     def _end(self) -> None:

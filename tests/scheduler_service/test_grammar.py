@@ -424,8 +424,8 @@ def test_hostile_constraints_are_bounded(byte_level, name):
     except (InvalidArgumentError, ConstraintError) as error:
         message = str(error)
     assert len(message) < 450
-    # Generous: the machine may be busy with other things.
-    assert time.monotonic() - begin < 3
+    # Generous: the bound is of a processor's time, and the machine may be busy with other things.
+    assert time.monotonic() - begin < 20
 
 
 def test_a_mask_that_runs_over_its_bound_names_the_constraint(byte_level):
