@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, UnavailableError
 from .generate_call import ConstraintSpec
 from .grammar import Grammar, GrammarCompiler
 from .grammar_trial import OutOfTimeError
 from .json_file import ModelFilesError
 from .request import Request
+
+T = TypeVar("T")
 
 # Why no token can come first, by whether the output is complete before it.
 _NOTHING = {
@@ -57,7 +60,12 @@ class Constraints:
         grammar = self.compiler.find(spec, at_text_start=at_text_start)
         if grammar is None:
             grammar = await self._compiled(self.compiler, spec, at_text_start)
-        await asyncio.to_thread(_constrain, grammar, spec.kind, requests)
+        await _in_thread(None, partial(_constrain, grammar, spec.kind, requests))
+
+    def stop(self) -> None:
+        """Who waits for a compilation gets UnavailableError, as later ones do. Does not block."""
+        if self.compiler is not None:
+            self.compiler.stop()
 
     def close(self) -> None:
         """Ends what is being compiled, and the processes that trials run in."""
@@ -69,12 +77,21 @@ class Constraints:
     async def _compiled(
         self, compiler: GrammarCompiler, spec: ConstraintSpec, at_start: bool
     ) -> Grammar:
-        loop = asyncio.get_running_loop()
         work = partial(compiler.compile, spec, at_text_start=at_start)
         try:
-            return await loop.run_in_executor(self._quick, partial(work, is_slow=False))
+            return await _in_thread(self._quick, partial(work, is_slow=False))
         except OutOfTimeError:
-            return await loop.run_in_executor(self._slow, work)
+            return await _in_thread(self._slow, work)
+
+
+async def _in_thread(threads: Executor | None, work: Callable[[], T]) -> T:
+    try:
+        done = asyncio.get_running_loop().run_in_executor(threads, work)
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"no constraint can be compiled now: {error}; try again later"
+        ) from error
+    return await done
 
 
 def _constrain(grammar: Grammar, kind: str, requests: Sequence[Request]) -> None:

@@ -7,6 +7,7 @@ is the text of the answer. Tokens without text, and markup, are never allowed.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Generic, TypeVar
 
 import llguidance
 
-from .errors import ConstraintError, InvalidArgumentError
+from .errors import ConstraintError, InvalidArgumentError, UnavailableError
 from .generate_call import ConstraintSpec
 from .grammar_text import grammar_text, num_bytes
 from .grammar_trial import COMMAND, STACK_BYTES, GrammarTrial, OutOfTimeError
@@ -30,6 +31,10 @@ QUICK_SECONDS = 0.02
 MAX_KEPT = 64
 # Their sources, in all; as much of those of refused ones.
 CACHE_BYTES = 2 << 20
+# They themselves, in all.
+KEPT_BYTES = 256 << 20
+# With those that are no longer kept, but that requests follow.
+IN_USE_BYTES = 1 << 30
 # As a source counts, besides its own bytes.
 ENTRY_BYTES = 1 << 10
 
@@ -60,6 +65,7 @@ class GrammarCompiler:
         self._slow = GrammarTrial(texts, command)
         self._compiled = _Cache[Grammar](MAX_KEPT)
         self._refused = _Cache[InvalidArgumentError](CACHE_BYTES // ENTRY_BYTES)
+        self._in_use = weakref.WeakSet[Grammar]()
 
     def find(self, spec: ConstraintSpec, *, at_text_start: bool = False) -> Grammar | None:
         """What was compiled before, at once; InvalidArgumentError when it was refused before."""
@@ -76,17 +82,19 @@ class GrammarCompiler:
         QUICK_SECONDS and OutOfTimeError unless is_slow. What is known is found.
 
         at_text_start: the detokenizer takes the space off the output's start, if any.
-        InvalidArgumentError names spec.kind; UnavailableError as of GrammarTrial.
+        InvalidArgumentError names spec.kind; UnavailableError as of GrammarTrial, and where what
+        requests follow leaves no memory for it.
         """
         if found := self.find(spec, at_text_start=at_text_start):
             return found
         leading = ["", self._blank] if at_text_start and self._blank else [""]
         key = (spec, len(leading) > 1)
         try:
-            self._try(spec, leading, is_slow)
+            num_bytes = self._try(spec, leading, is_slow)
         except InvalidArgumentError as error:
             self._refused.put(key, error)
             raise
+        self._make_room(num_bytes)
 
         def compiled() -> list[llguidance.LLMatcher]:
             texts = (grammar_text(spec, each) for each in leading)
@@ -94,21 +102,35 @@ class GrammarCompiler:
 
         # More than it had in its trial.
         matchers = with_stack(2 * STACK_BYTES, compiled)
-        grammar = Grammar(self._vocabulary, matchers, self._leading_bits, spec.kind)
-        self._compiled.put(key, grammar)
+        grammar = Grammar(self._vocabulary, matchers, self._leading_bits, spec.kind, num_bytes)
+        self._in_use.add(grammar)
+        self._compiled.put(key, grammar, num_bytes)
         return grammar
+
+    def stop(self) -> None:
+        """Nothing new is tried any more. Does not block."""
+        self._quick.stop()
+        self._slow.stop()
 
     def close(self) -> None:
         """Ends the processes for trials."""
         self._quick.close()
         self._slow.close()
 
-    def _try(self, spec: ConstraintSpec, leading: Sequence[str], is_slow: bool) -> None:
+    def _make_room(self, num_bytes: int) -> None:
+        self._compiled.drop_to(KEPT_BYTES - num_bytes)
+        in_use = sum(grammar.num_bytes for grammar in list(self._in_use))
+        if in_use + num_bytes > IN_USE_BYTES:
+            raise UnavailableError(
+                f"this constraint takes {num_bytes >> 20} MiB of memory, those of other requests "
+                f"{in_use >> 20}; {IN_USE_BYTES >> 20} are taken in all; try again later"
+            )
+
+    def _try(self, spec: ConstraintSpec, leading: Sequence[str], is_slow: bool) -> int:
         if not is_slow:
-            self._quick.run(spec, leading, QUICK_SECONDS)
-            return
+            return self._quick.run(spec, leading, QUICK_SECONDS)
         try:
-            self._slow.run(spec, leading, COMPILE_SECONDS)
+            return self._slow.run(spec, leading, COMPILE_SECONDS)
         except OutOfTimeError:
             raise InvalidArgumentError(
                 spec.kind, f"too complex: not compiled after {COMPILE_SECONDS:g} s; make it simpler"
@@ -128,13 +150,16 @@ class Grammar:
         matchers: list[llguidance.LLMatcher],
         leading_bits: int,
         kind: str,
+        num_bytes: int,
     ) -> None:
         """matchers: of the grammar and, where a space is taken off the text's start, of the grammar
         with one before it; the first token decides: leading_bits are of those that begin with it.
+        num_bytes: of memory, that they take.
         """
         self.vocabulary = vocabulary
         self.leading_bits = leading_bits
         self.kind = kind
+        self.num_bytes = num_bytes
         self.is_spent = False
         self._matchers = matchers
         self._lock = threading.Lock()
@@ -221,7 +246,9 @@ class _Cache(Generic[T]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._entries: OrderedDict[tuple[ConstraintSpec, bool], T] = OrderedDict()
+        # With the bytes that each takes.
+        self._entries: OrderedDict[tuple[ConstraintSpec, bool], tuple[T, int]] = OrderedDict()
+        self._source_bytes = 0
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -230,18 +257,31 @@ class _Cache(Generic[T]):
 
     def get(self, key: tuple[ConstraintSpec, bool]) -> T | None:
         with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-            return self._entries.get(key)
-
-    def put(self, key: tuple[ConstraintSpec, bool], value: T) -> None:
-        with self._lock:
             if key not in self._entries:
-                self._num_bytes += _size(key)
-            self._entries[key] = value
-            while self._num_bytes > CACHE_BYTES or len(self._entries) > self._most:
-                oldest, _ = self._entries.popitem(last=False)
-                self._num_bytes -= _size(oldest)
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+
+    def put(self, key: tuple[ConstraintSpec, bool], value: T, num_bytes: int = 0) -> None:
+        with self._lock:
+            if key in self._entries:
+                self._drop(key)
+            self._entries[key] = value, num_bytes
+            self._source_bytes += _size(key)
+            self._num_bytes += num_bytes
+            while self._source_bytes > CACHE_BYTES or len(self._entries) > self._most:
+                self._drop(next(iter(self._entries)))
+
+    def drop_to(self, num_bytes: int) -> None:
+        """Drops the oldest ones until no more than so many bytes are taken."""
+        with self._lock:
+            while self._entries and self._num_bytes > num_bytes:
+                self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: tuple[ConstraintSpec, bool]) -> None:
+        _, num_bytes = self._entries.pop(key)
+        self._source_bytes -= _size(key)
+        self._num_bytes -= num_bytes
 
 
 def _size(key: tuple[ConstraintSpec, bool]) -> int:

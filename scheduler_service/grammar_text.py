@@ -39,7 +39,10 @@ _GBNF_ESCAPE = re.compile(
 )
 _NOT_IN_LARK = (
     (re.compile(r"%(?!ignore\b|import\b)\w*"), "this directive is not supported: {}"),
-    (re.compile(r"(?m)^\s*[?!]?\w+\s*\[[^\]\n]*\]\s*:"), "attributes of rules are not: {}"),
+    (
+        re.compile(r"(?m)^\s*[?!]?\w+\s*\[[^\]\n]*\]\s*:"),
+        "attributes of rules are not supported: {}",
+    ),
     (re.compile(r"<"), "tokens by name or id are not supported: {}"),
     (re.compile(r"~(?!\s*\d)"), "complements are not supported: {}"),
 )

@@ -43,6 +43,11 @@ _END_SECONDS = 0.5
 
 COMMAND = (sys.executable, "-m", "scheduler_service.grammar_trial")
 
+# What a constraint can do to its trial; any other signal comes from outside.
+_FAULTS = frozenset(
+    (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
+)
+
 _LENGTH = struct.Struct(">Q")
 _ANSWERED, _NO_MORE, _FAULT = 0, 3, 4
 
@@ -68,9 +73,9 @@ class GrammarTrial:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    def run(self, spec: ConstraintSpec, leading: Sequence[str], seconds: float) -> None:
+    def run(self, spec: ConstraintSpec, leading: Sequence[str], seconds: float) -> int:
         """Blocks. leading: texts before the output, each a grammar of its own; seconds: of a
-        processor. Returns when it compiles.
+        processor. Returns the bytes of memory that it takes compiled.
 
         InvalidArgumentError when it does not, or breaks a bound of memory or stack; OutOfTimeError;
         UnavailableError when there is no process to try it in.
@@ -82,15 +87,25 @@ class GrammarTrial:
             except (OSError, ValueError) as error:
                 self._end()
                 raise UnavailableError(
-                    f"no constraint can be tried now: {str(error) or 'no answer'}; try again later"
+                    f"no constraint can be tried now: {self._reason(error)}; try again later"
                 ) from error
-        _check(spec.kind, answer)
+        return _checked(spec.kind, answer)
+
+    def stop(self) -> None:
+        """The trial under way and later ones get UnavailableError. Does not block."""
+        self._is_closed = True
+        self._hang_up()
 
     def close(self) -> None:
-        """Ends the process, also in the midst of a trial; later ones get UnavailableError."""
-        with self._lock:
-            self._is_closed = True
+        """As stop, and ends the process, also in the midst of a trial."""
+        self.stop()
         self._end()
+
+    def _reason(self, error: OSError | ValueError) -> str:
+        if self._is_closed:
+            return "the server ends"
+        # The system's words without the path that may stand beside them.
+        return getattr(error, "strerror", None) or str(error) or "no answer"
 
     def _answer(self, request: bytes) -> dict[str, Any]:
         """What the process says; OSError when it does not, or cannot be started."""
@@ -123,10 +138,8 @@ class GrammarTrial:
     def _end(self) -> None:
         """Where nothing is tried the processes end by themselves, else they are killed."""
         with self._lock:
+            self._hang_up()
             if self._socket is not None:
-                # Also wakes who waits for an answer.
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
                 self._socket.close()
             if self._process is not None:
                 try:
@@ -136,8 +149,14 @@ class GrammarTrial:
                     self._process.wait()
             self._process = self._socket = None
 
+    def _hang_up(self) -> None:
+        """Wakes who waits for an answer."""
+        if (channel := self._socket) is not None:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
 
-def _check(kind: str, answer: dict[str, Any]) -> None:
+
+def _checked(kind: str, answer: dict[str, Any]) -> int:
     if "refused" in answer:
         raise InvalidArgumentError(answer["field"], answer["refused"])
     if number := answer.get("signal"):
@@ -150,6 +169,7 @@ def _check(kind: str, answer: dict[str, Any]) -> None:
             f"too complex: compiling it takes more than {MEMORY_BYTES >> 20} MiB of memory or "
             f"{STACK_BYTES >> 20} MiB of stack ({name}); make it simpler",
         )
+    return int(answer["bytes"])
 
 
 def _read(recv: Callable[[int], bytes]) -> bytes:
@@ -187,10 +207,13 @@ def serve(make: Callable[[list[bytes]], Vocabulary] = Vocabulary) -> int:
         if code == _NO_MORE:
             return 0
         # SIGKILL is none of a constraint's faults: the machine is out of memory.
-        if code > 0 or code == -signal.SIGKILL:
+        if code > 0 or (code < 0 and -code not in _FAULTS | {signal.SIGPROF}):
             return _FAULT
-        if code < 0:
-            _send({"signal": -code})
+        try:
+            if code < 0:
+                _send({"signal": -code})
+        except BrokenPipeError:
+            return 0
 
 
 def _try_next(vocabulary: Vocabulary) -> None:
@@ -203,7 +226,7 @@ def _try_next(vocabulary: Vocabulary) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _send(_tried(vocabulary, ConstraintSpec(kind, source, choices), leading))
         code = _ANSWERED
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         code = _NO_MORE
     except BaseException:
         traceback.print_exc()
@@ -212,14 +235,23 @@ def _try_next(vocabulary: Vocabulary) -> None:
 
 
 def _set_bounds(seconds: float) -> None:
-    with open("/proc/self/statm") as file:
-        in_use = int(file.read().split()[0]) * resource.getpagesize()
-    _lower(resource.RLIMIT_AS, in_use + MEMORY_BYTES)
+    mapped, _ = _memory_bytes()
+    _lower(resource.RLIMIT_AS, mapped + MEMORY_BYTES)
+    # Where the machine has no more memory, it ends a trial before it ends a server.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     _lower(resource.RLIMIT_CORE, 0)
     # Both may have been changed by whoever started the server.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """Of this process: mapped, and resident without what files hold."""
+    with open("/proc/self/statm") as file:
+        mapped, resident, shared, *_ = map(int, file.read().split())
+    return mapped * resource.getpagesize(), (resident - shared) * resource.getpagesize()
 
 
 def _lower(which: int, limit: int) -> None:
@@ -236,8 +268,9 @@ def _tried(vocabulary: Vocabulary, spec: ConstraintSpec, leading: Sequence[str])
 
     def followed() -> None:
         for matcher in matchers:
-            vocabulary.rehearse(matcher)
+            vocabulary.rehearse(spec.kind, matcher)
 
+    _, before = _memory_bytes()
     try:
         texts = [grammar_text(spec, each) for each in leading]
         matchers = with_stack(STACK_BYTES, compiled)
@@ -246,7 +279,8 @@ def _tried(vocabulary: Vocabulary, spec: ConstraintSpec, leading: Sequence[str])
         raise
     except BaseException as error:
         return _refusal(spec.kind, error)
-    return {}
+    _, after = _memory_bytes()
+    return {"bytes": max(0, after - before)}
 
 
 def _refusal(kind: str, error: BaseException) -> dict[str, Any]:
@@ -254,6 +288,8 @@ def _refusal(kind: str, error: BaseException) -> dict[str, Any]:
         return {"field": error.field, "refused": error.description}
     if isinstance(error, MemoryError):
         return {"signal": int(signal.SIGABRT)}  # as the library says it
+    if isinstance(error, RecursionError):
+        return {"field": kind, "refused": "is nested too deeply"}
     return {"field": kind, "refused": f"does not compile: {type(error).__name__}: {error}"[:300]}
 
 

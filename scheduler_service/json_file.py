@@ -99,7 +99,11 @@ class JsonFile:
 
 def is_unicode(text: str) -> bool:
     """False for a text with half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_integer(value: object) -> bool:

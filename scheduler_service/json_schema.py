@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
 
 from .errors import InvalidArgumentError
+from .json_file import is_unicode
 
 FIELD = "json_schema"
 MAX_SCHEMAS = 10_000
@@ -25,6 +26,9 @@ MAX_MULTIPLE_OF = 10_000
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # The library counts in floats, and overflows its stack where two bounds are below its integers.
 MAX_BOUND = 1 << 53
+
+# More are none for Python.
+MAX_DIGITS = 4300
 
 # They say nothing about which values are allowed. So do those that begin with "x-".
 # fmt: off
@@ -68,18 +72,27 @@ def checked_schema(source: str) -> dict[str, Any]:
 
 def _parsed(source: str) -> dict[str, Any]:
     try:
-        value = json.loads(source, parse_constant=_no_number, object_pairs_hook=_no_key_twice)
+        value = json.loads(
+            source, parse_constant=_no_number, parse_int=_int, object_pairs_hook=_no_key_twice
+        )
     except RecursionError:
         raise InvalidArgumentError(FIELD, "is nested too deeply") from None
     except ValueError as error:
         raise InvalidArgumentError(FIELD, f"is no JSON text: {error}") from error
     if value is False:
         raise InvalidArgumentError(FIELD, "false allows no value")
+    if not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise InvalidArgumentError(FIELD, "holds half of a surrogate pair, which is no text")
     return {} if value is True else _object(value, "the schema")
 
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _int(digits: str) -> int:
+    _check_at_most(len(digits), MAX_DIGITS, "digits of a number")
+    return int(digits)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from .errors import UnavailableError
 from .request import Mask, Request
 
 # Libraries let others run meanwhile, and a constrained request has one call at a time.
@@ -26,7 +27,15 @@ class MaskRunner:
         assert request.constraint is not None
         num_generated = len(request.generated_token_ids)
         loop = asyncio.get_running_loop()
-        found = loop.run_in_executor(self._threads, request.constraint.advance, token_ids)
+        try:
+            found = loop.run_in_executor(self._threads, request.constraint.advance, token_ids)
+        except RuntimeError as error:
+            # This request's misfortune alone: no thread can be started.
+            failed = loop.create_future()
+            failed.set_exception(
+                UnavailableError(f"the output's constraint cannot be followed now: {error}")
+            )
+            found = failed
         found.add_done_callback(lambda done: self._tell(request, num_generated, done))
 
     def close(self) -> None:

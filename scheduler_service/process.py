@@ -77,10 +77,12 @@ class Process:
         log.info("ready: %s on %s", model.info.name, address)
         await self._stop.wait()
         log.info("draining: running requests may take %g s more", self._config.grace_s)
-        await self._or_stop(self._drain(server), self._stop_now)
+        await self._or_stop(self._drain(server, service), self._stop_now)
         log.info("ended")
 
-    async def _drain(self, server: grpc.aio.Server) -> None:
+    async def _drain(self, server: grpc.aio.Server, service: InferenceService) -> None:
+        # Whose constraint is not compiled yet would be refused after that.
+        service.model.constraints.stop()
         await self._engine.drain(self._config.grace_s)
         self._health.close()
         await server.stop(LAST_MESSAGES_S)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from .errors import ConstraintError, GroupError, WorkerLostError
+from .errors import ConstraintError, GroupError, UnavailableError, WorkerLostError
 from .mask_runner import MaskRunner
 from .request import Event, FinishedEvent, FinishReason, Mask, Request, TokenEvent
 from .scheduler import Scheduler
@@ -163,8 +163,8 @@ class ServeLoop:
         self, request: Request, cause: BaseException, now_ns: int
     ) -> FinishedEvent:
         status, message = "INTERNAL", f"the output's constraint could not be followed: {cause}"
-        if isinstance(cause, ConstraintError):
-            # The caller's grammar, not our code.
+        if isinstance(cause, ConstraintError | UnavailableError):
+            # The caller's grammar or the machine, not our code.
             status, message = cause.status, str(cause)
         else:
             _log.error("a constraint failed", exc_info=cause)

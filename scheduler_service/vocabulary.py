@@ -14,6 +14,10 @@ from .errors import InvalidArgumentError, UnavailableError
 
 # Tokens that a rehearsal goes along.
 _NUM_STEPS = 3
+# To who sets the library's limits, and places in a text of ours.
+_ADVICE = re.compile(
+    r"[;,] (?:either increase|try avoiding|consider making) .*| at line 1 column \d+$"
+)
 # The size of a stack is set for whichever thread starts next.
 _STARTING = threading.Lock()
 
@@ -56,17 +60,26 @@ class Vocabulary:
             raise InvalidArgumentError(kind, "no text satisfies it")
         return found
 
-    def rehearse(self, matcher: llguidance.LLMatcher) -> None:
-        """What a request does first: copies it, and goes along a few tokens."""
+    def rehearse(self, kind: str, matcher: llguidance.LLMatcher) -> None:
+        """What a request does first: copies it, and goes along a few tokens. InvalidArgumentError
+        where it cannot be followed from the first token on."""
+        if self._followed(matcher, 0) and (error := self._followed(matcher, 1)):
+            raise InvalidArgumentError(kind, f"too complex to be followed: {shortened(error)}")
+
+    def _followed(self, matcher: llguidance.LLMatcher, parity: int) -> str:
+        """Takes the first and the last token that may follow in turn, the first one at parity 0;
+        the error behind the first token, if there is one."""
         matcher = matcher.deep_copy()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & self.text_bits
         for step in range(_NUM_STEPS):
-            mask = int.from_bytes(matcher.compute_bitmask(), "little") & self.text_bits
-            if matcher.is_error() or not mask:
-                return
+            if not mask:
+                break
             first, last = (mask & -mask).bit_length() - 1, mask.bit_length() - 1
-            matcher.consume_token(last if step % 2 else first)
+            matcher.consume_token(last if (step + parity) % 2 else first)
+            mask = int.from_bytes(matcher.compute_bitmask(), "little") & self.text_bits
             if matcher.is_error():
-                return
+                return "" if step or is_dead(matcher) else matcher.get_error()
+        return ""
 
     def to_bytes(self, bits: int) -> bytes:
         return bits.to_bytes((self.size + 7) // 8, "little")
@@ -126,5 +139,5 @@ def is_dead(matcher: llguidance.LLMatcher) -> bool:
 def shortened(message: str) -> str:
     """Of the library's words, which may hold the whole grammar, the first and the last."""
     message = re.split(r"<state>|<backtrace>|<non-verbose", message)[0]
-    message = " ".join(message.split())
+    message = _ADVICE.sub("", " ".join(message.split()))
     return message if len(message) <= 300 else f"{message[:150]} ... {message[-140:]}"

@@ -44,6 +44,7 @@ def panic() -> None:
 FAULTS = {
     "abort": os.abort,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "sleep": sleep,
     "spin": spin,
     "grow": lambda: bytearray(1 << 40),

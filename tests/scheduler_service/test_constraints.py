@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from scheduler_service.constraints import Constraints
-from scheduler_service.errors import InvalidArgumentError
+from scheduler_service.errors import InvalidArgumentError, UnavailableError
 from scheduler_service.generate_call import ConstraintSpec
 from scheduler_service.grammar_trial import OutOfTimeError
 from scheduler_service.request import Mask, Request, Sampling
@@ -22,7 +22,7 @@ class FakeCompiler:
         self.begun = threading.Event()
         self.compiled = []
         self.known = set()
-        self.is_closed = False
+        self.is_stopped = self.is_closed = False
 
     def find(self, spec, *, at_text_start):
         if spec.source.startswith("refused"):
@@ -43,6 +43,9 @@ class FakeCompiler:
 
     def advance(self, token_ids):
         return Mask(b"\x01", False)
+
+    def stop(self):
+        self.is_stopped = True
 
     def close(self):
         self.is_closed = True
@@ -110,6 +113,27 @@ async def test_who_went_away_is_not_compiled(constraints, compiler):
     compiler.go_on.set()
     await asyncio.gather(first, last)
     assert compiler.compiled == ["quick", "slow 0", "slow 2"]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_without_a_thread_constraints_are_unavailable(
+    constraints, compiler, monkeypatch, is_known
+):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    compiler.known.update(["a"] * is_known)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(UnavailableError, match="now: can't start new thread; try again later"):
+            await asked(constraints, "a")
+
+
+async def test_stopping_stops_the_compiler(constraints, compiler):
+    constraints.stop()
+    assert compiler.is_stopped
+    assert not compiler.is_closed
+    Constraints(None, "none").stop()
 
 
 async def test_closing_closes_the_compiler(constraints, compiler):

@@ -326,6 +326,9 @@ def test_an_output_that_cannot_go_on_says_so(byte_level):
         ("json_schema", "{", "no JSON"),
         ("json_schema", "NaN", "no JSON"),
         ("json_schema", '{"const": NaN}', "no JSON"),
+        ("json_schema", f'{{"enum": [{"9" * 4301}]}}', "4301 digits of a number are too many"),
+        ("json_schema", '{"const": "\\ud800"}', "surrogate"),
+        ("json_schema", '{"properties": {"\\udc00": {}}}', "surrogate"),
         ("json_schema", "5", "not an object"),
         ("json_schema", "[]", "not an object"),
         ("json_schema", "null", "not an object"),
@@ -429,9 +432,34 @@ def test_hostile_constraints_are_bounded(byte_level, name):
 
 
 def test_a_mask_that_runs_over_its_bound_names_the_constraint(byte_level):
-    constraint = byte_level.compile("grammar", "start: " + "a? " * 1000 + '\na: "b"')
-    with pytest.raises(ConstraintError, match="grammar: too complex to be followed after"):
-        constraint.advance(byte_level.ids("bbbb"))
+    source = 'start: "cc" x\nx: ' + "a? " * 1000 + '\na: "b"'
+    constraint = byte_level.compile("grammar", source)
+    with pytest.raises(ConstraintError, match="grammar: too complex to be followed after") as error:
+        constraint.advance(byte_level.ids("ccbbbb"))
+    assert "consider" not in str(error.value)
+
+
+def test_what_cannot_be_followed_at_all_is_refused_at_once(byte_level):
+    source = "start: " + "a? " * 1000 + '\na: "b"'
+    with pytest.raises(InvalidArgumentError, match=r"grammar: too complex to be followed: .* 3001"):
+        byte_level.compile("grammar", source)
+    # But not where one of two first tokens can be followed.
+    source = 'start: "a" x | "z"\nx: ' + "b? " * 900 + '\nb: "b"'
+    with pytest.raises(ConstraintError, match="too complex to be followed after"):
+        byte_level.compile("grammar", source).advance(byte_level.ids("a"))
+
+
+def test_the_errors_are_for_people(byte_level):
+    """Not the words for who uses the library, nor places in our text."""
+    for kind, source in (
+        ("regex", ".*" * 500 + "z"),
+        ("grammar", "start: " + "A? " * 8000 + '\nA: "a"'),
+        ("json_schema", '{"const":' + "[" * 200 + "]" * 200 + "}"),
+    ):
+        with pytest.raises(InvalidArgumentError) as error:
+            byte_level.compile(kind, source)
+        for word in ("increase", "limits.", "try avoiding", "column", "sys."):
+            assert word not in str(error.value)
 
 
 def test_what_one_output_broke_is_whole_for_the_next(byte_level):

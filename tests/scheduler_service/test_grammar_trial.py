@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import sys
 import threading
 import time
@@ -73,6 +74,8 @@ def is_gone(process):
         ("spin", OutOfTimeError, None),
         # By the system, when it is out of memory: no fault of the constraint's.
         ("killed", UnavailableError, "no constraint can be tried now: .*; try again later"),
+        # By whoever ends all processes of the server.
+        ("term", UnavailableError, "no constraint can be tried now: .*; try again later"),
     ],
 )
 def test_a_fault_is_the_constraints_alone(trial, word, error, words):
@@ -103,6 +106,28 @@ def test_memory_is_bounded():
         trial.close()
 
 
+def test_the_memory_of_a_compiled_one_is_told(trial):
+    many = ConstraintSpec("json_schema", json.dumps({"enum": [f"v{i}" for i in range(20_000)]}))
+    few = trial.run(regex("a"), [""], PLENTY)
+    assert few + (1 << 20) < trial.run(many, [""], PLENTY) < MEMORY_BYTES
+
+
+def test_a_machine_without_memory_ends_the_trial_first(tmp_path):
+    sleeps = tmp_path / "sleeps"
+    trial = GrammarTrial(TEXTS, command(MEMORY_BYTES, sleeps))
+    trial.run(regex("a"), [""], PLENTY)
+    _, child = processes(trial)
+    thread = threading.Thread(
+        target=pytest.raises, args=(UnavailableError, trial.run, regex("sleep"), [""], PLENTY)
+    )
+    thread.start()
+    while not sleeps.exists():
+        time.sleep(0.01)
+    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
+    trial.close()
+    thread.join()
+
+
 def test_every_grammar_of_a_constraint_is_tried(trial):
     trial.run(regex("a"), ["", " "], PLENTY)
     with pytest.raises(InvalidArgumentError, match="SIGABRT"):
@@ -116,8 +141,9 @@ def test_every_grammar_of_a_constraint_is_tried(trial):
 def test_without_a_process_constraints_are_unavailable(command):
     trial = GrammarTrial(TEXTS, command)
     for _ in range(2):
-        with pytest.raises(UnavailableError, match="no constraint can be tried now"):
+        with pytest.raises(UnavailableError, match="no constraint can be tried now") as caught:
             trial.run(regex("a"), [""], PLENTY)
+        assert "/no/such" not in str(caught.value)
     trial.close()
 
 
@@ -158,6 +184,36 @@ def test_it_ends_with_its_owner(trial):
     wait_until_gone(there)
 
 
+@pytest.mark.parametrize("word", ["spin", "a"])
+def test_it_ends_without_a_word_in_the_midst_of_a_trial(trial, capfd, word):
+    trial.run(regex("a"), [""], PLENTY)
+    request = marshal.dumps(("regex", word, (), [""], LITTLE))
+    trial._socket.sendall(len(request).to_bytes(8, "big") + request)
+    trial._socket.close()
+    assert trial._process.wait() == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_stopped_nobody_waits_for_it(tmp_path):
+    sleeps = tmp_path / "sleeps"
+    trial = GrammarTrial(TEXTS, command(MEMORY_BYTES, sleeps))
+    errors = []
+
+    def work():
+        with pytest.raises(UnavailableError) as caught:
+            trial.run(regex("sleep"), [""], PLENTY)
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not sleeps.exists():
+        time.sleep(0.01)
+    trial.stop()
+    thread.join()
+    assert errors == ["no constraint can be tried now: the server ends; try again later"]
+    assert trial._process is None
+
+
 @pytest.fixture
 def compiler(tmp_path):
     made = GrammarCompiler(write_byte_level(tmp_path), 517, command())
@@ -194,6 +250,35 @@ def test_refusals_are_bounded(compiler, monkeypatch):
     assert len(compiler._refused) == 3
     assert compiler.find(regex("refuse0")) is None
     assert compiler.find(regex("a"))
+
+
+def sized(compiler, monkeypatch, num_bytes):
+    monkeypatch.setattr(compiler._slow, "run", lambda *_: num_bytes)
+
+
+def test_what_is_kept_is_bounded_in_memory(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 100)
+    sized(compiler, monkeypatch, 40)
+    for text in "abc":
+        compiler.compile(regex(text))
+    assert [compiler.find(regex(text)) is None for text in "abc"] == [True, False, False]
+    sized(compiler, monkeypatch, 1000)
+    assert compiler.compile(regex("d"))
+    assert len(compiler._compiled) == 1
+
+
+def test_what_requests_follow_is_bounded_in_memory(compiler, monkeypatch):
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 0)
+    monkeypatch.setattr(grammar, "IN_USE_BYTES", 100 << 20)
+    sized(compiler, monkeypatch, 40 << 20)
+    followed = [compiler.compile(regex(text)).constraint(frozenset(), 0) for text in "ab"]
+    with pytest.raises(
+        UnavailableError, match="takes 40 MiB of memory, those of other requests 80; 100 are taken"
+    ):
+        compiler.compile(regex("c"))
+    assert not len(compiler._refused)
+    followed.pop()
+    assert compiler.compile(regex("c"))
 
 
 def test_what_compiles_is_found_without_a_trial(compiler, monkeypatch):

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 
 from scheduler_driver import make_limits, make_request
 
 from fakes import FakeWorker
-from scheduler_service.errors import GroupError
-from scheduler_service.request import FinishedEvent, TokenEvent
+from scheduler_service.errors import GroupError, UnavailableError
+from scheduler_service.mask_runner import MaskRunner
+from scheduler_service.request import FinishedEvent, Mask, TokenEvent
 from scheduler_service.scheduler import Scheduler
 from scheduler_service.serve_loop import ServeLoop, SilenceWatch
 from scheduler_service.step import StepCommand
@@ -47,6 +49,30 @@ async def test_suspended_it_counts_but_does_not_tell():
         while watch.silence_ns < 20_000_000:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     assert told == []
+
+
+class Endless:
+    """A constraint that allows all."""
+
+    def advance(self, token_ids):
+        return Mask(b"\xff", True)
+
+
+async def test_without_a_thread_one_request_fails_alone(monkeypatch):
+    told: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    masks = MaskRunner(lambda _request, _number, mask: told.set_result(mask))
+    request = make_request("r")
+    request.constraint = Endless()
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    masks.advance(request, (1,))
+    error = await told
+    assert isinstance(error, UnavailableError)
+    assert "cannot be followed now: can't start new thread" in str(error)
+    masks.close()
 
 
 class LocalGroup:
