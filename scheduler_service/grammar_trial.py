@@ -112,6 +112,8 @@ class GrammarTrial:
         with self._lock:
             if self._is_closed:
                 raise OSError("the server ends")
+            if self._process is not None and self._process.poll() is not None:
+                self._forget()  # Somebody ended it while nothing was tried.
             if self._socket is None:
                 self._start()
             channel = self._socket
@@ -139,15 +141,18 @@ class GrammarTrial:
         """Where nothing is tried the processes end by themselves, else they are killed."""
         with self._lock:
             self._hang_up()
-            if self._socket is not None:
-                self._socket.close()
             if self._process is not None:
                 try:
                     self._process.wait(_END_SECONDS)
                 except subprocess.TimeoutExpired:
                     os.killpg(self._process.pid, signal.SIGKILL)
                     self._process.wait()
-            self._process = self._socket = None
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._process = self._socket = None
 
     def _hang_up(self) -> None:
         """Wakes who waits for an answer."""

@@ -94,6 +94,16 @@ def test_after_a_crash_no_process_has_to_start(trial):
     assert trial._process.pid == pid
 
 
+def test_who_was_ended_between_two_trials_is_replaced(trial):
+    trial.run(regex("a"), [""], PLENTY)
+    there = processes(trial)
+    trial._process.kill()
+    trial._process.wait()
+    for text in "abc":
+        trial.run(regex(text), [""], PLENTY)
+    wait_until_gone(there)
+
+
 def test_memory_is_bounded():
     many = ConstraintSpec("json_schema", json.dumps({"enum": [f"v{i}" for i in range(20_000)]}))
     for size, is_enough in ((MEMORY_BYTES, True), (STACK_BYTES + (4 << 20), False)):
@@ -115,14 +125,13 @@ def test_the_memory_of_a_compiled_one_is_told(trial):
 def test_a_machine_without_memory_ends_the_trial_first(tmp_path):
     sleeps = tmp_path / "sleeps"
     trial = GrammarTrial(TEXTS, command(MEMORY_BYTES, sleeps))
-    trial.run(regex("a"), [""], PLENTY)
-    _, child = processes(trial)
     thread = threading.Thread(
         target=pytest.raises, args=(UnavailableError, trial.run, regex("sleep"), [""], PLENTY)
     )
     thread.start()
     while not sleeps.exists():
         time.sleep(0.01)
+    _, child = processes(trial)
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
     trial.close()
     thread.join()
