@@ -228,6 +228,10 @@ class GrammarConstraint:
             self._matchers = [self._matchers[leads]]
         (matcher,) = self._matchers
         if matcher.validate_tokens([token_id]) != 1 and not matcher.is_error():
+            # It was, if another output broke what they share since then.
+            matcher.compute_bitmask()
+            if matcher.is_error() and not is_dead(matcher):
+                raise self._too_complex(matcher)
             raise ValueError(f"token {token_id} was not allowed by the last mask of {self._kind}")
         if not matcher.consume_token(token_id) and not is_dead(matcher):
             raise self._too_complex(matcher)

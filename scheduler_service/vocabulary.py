@@ -18,6 +18,7 @@ _NUM_STEPS = 3
 _ADVICE = re.compile(
     r"[;,] (?:either increase|try avoiding|consider making) .*| at line 1 column \d+$"
 )
+_TOO_MANY = re.compile(r"(?:[Pp]arser [Ee]rror: )?Current row has (\d+) items; max is (\d+)")
 # The size of a stack is set for whichever thread starts next.
 _STARTING = threading.Lock()
 
@@ -140,4 +141,7 @@ def shortened(message: str) -> str:
     """Of the library's words, which may hold the whole grammar, the first and the last."""
     message = re.split(r"<state>|<backtrace>|<non-verbose", message)[0]
     message = _ADVICE.sub("", " ".join(message.split()))
+    message = _TOO_MANY.sub(
+        r"\1 alternatives in one place, such as optional fields; at most \2 are followed", message
+    )
     return message if len(message) <= 300 else f"{message[:150]} ... {message[-140:]}"
