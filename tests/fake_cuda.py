@@ -49,7 +49,7 @@ class SlotTable:
 class CudaOps:
     """See worker/_native.pyi."""
 
-    stream_rows = 16
+    stream_rows = 64
     tiled_rows = 512
 
     def __init__(self, device: int | None, stream: int, portable: bool = False) -> None:

@@ -249,12 +249,12 @@ class CudaOps:
         """Whether `linear` takes this size on this GPU."""
 
     def linear_fills(self, num_rows: int, weight: Tensor) -> bool:
-        """Whether it does, and so many rows, more than 16, keep nearly all of the GPU busy."""
+        """Whether it does, and so many rows, more than 64, keep nearly all of the GPU busy."""
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor, gated: bool = False) -> None:
         """out [T, N] = x [T, K] @ weight.T, added up along K in order.
 
-        out float32: not rounded, at most 16 rows. gated: rows 2 i and 2 i + 1 of weight are gate
+        out float32: not rounded, at most 64 rows. gated: rows 2 i and 2 i + 1 of weight are gate
         and up, out [T, N / 2] is silu_mul of the rounded product.
         """
 

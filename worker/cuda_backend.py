@@ -1,6 +1,6 @@
 """An NVIDIA GPU as the decoder sees it; the twin of cpu_backend.py.
 
-Products of up to 16 rows go to a kernel that streams the weights at the speed of the memory, those
+Products of up to 64 rows go to a kernel that streams the weights at the speed of the memory, those
 of many rows to one by tiles where these fill the GPU, the rest to cuBLASLt with split-K off. All
 add up along K in order, so a row has the same bits from any (docs/adr/0010). float32 exists to be
 compared with: its products run in blocks of a fixed number of rows.
@@ -21,7 +21,7 @@ from worker.tensor_parallel import Group
 from worker.weights import TORCH_DTYPES, LayerWeights
 
 # Rows that the weight-streaming kernel takes at once.
-STREAM_ROWS = 16
+STREAM_ROWS = 64
 # The library is asked for multiples of this many rows: fewer cost as much.
 BLOCK_ROWS = 128
 

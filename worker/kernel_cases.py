@@ -26,10 +26,12 @@ from worker.runner import LOGPROBS_WORDS
 _ROTATED_BYTES = 256 << 20
 _MAX_SETS = 128
 _DECODE_ROWS = (1, 8)
+# Of a product that streams the weight: more running slots, or the new tokens of a short turn.
+_STREAMED_ROWS = (*_DECODE_ROWS, 32, 64)
 # New rows after a prefix that the slot holds already.
 _FEW_ROWS = (16, 64, 256)
-# As the decoder pads, where a library multiplies a decode step's few rows.
-_PADDED_ROWS = 32
+# As the decoder pads, where a library multiplies few rows.
+_PADDED_ROWS = 128
 _RING_ROWS = 64
 
 T = TypeVar("T")
@@ -79,7 +81,7 @@ class Bench:
         for rows in (*_DECODE_ROWS, *self.chunks):
             yield "embed", partial(self._embed, rows)
             yield "add_rms_norm", partial(self._norm, rows)
-        for rows, name in product(_DECODE_ROWS, products):
+        for rows, name in product(_STREAMED_ROWS, products):
             yield f"linear {name}", partial(self._linear, name, rows, *products[name])
         for rows, name in product(self.chunks, ("qkv", "o", "gate_up", "down")):
             yield f"product {name}", partial(self._product, name, rows, *products[name])
@@ -138,7 +140,7 @@ class Bench:
         return Case(f"{rows} x {inner}", moved, 0, own, {"silu * up": [torch_silu]})
 
     def _linear(self, name: str, rows: int, n: int, k: int) -> Case:
-        """The product of a decode step, which streams the weight."""
+        """The product of few rows, which streams the weight."""
         gated, wide = name == "gate_up", name == "head"
         weights = _sets(n * k * self._item, lambda: self._random(n, k))
         x, padded = self._random(rows, k), self._random(_PADDED_ROWS, k)

@@ -77,7 +77,7 @@ class _Rig:
 def run_self_tests(decoder: Decoder, batches: Batches) -> list[SelfTestResult]:
     """Runs all tests on slot memory, and leaves it zeroed."""
     if decoder.ops.device.type == "cuda":
-        rig = _Rig(decoder, batches, (1, 2, 8, 16, 17, 256, 512), 24)
+        rig = _Rig(decoder, batches, (1, 8, 16, 17, 32, 64, 65, 256, 512), 24)
     else:
         rig = _Rig(decoder, batches, (1, 2, 3, 8, 17), 8)
     tests: list[tuple[str, str, Callable[[_Rig], list[str]]]] = [

@@ -126,7 +126,10 @@ void linear(CudaOps& ops, const Array& x_array, const Array& weight_array, const
   if (!float32_out) common_dtype(op, "x", x, "out", out);
   if (gated && float32_out) fail(op, "out of the inputs' type when gated", "float32");
   if (rows > cuda::kStreamedRows) {
-    if (float32_out) fail(op, "at most 16 rows where out is float32", std::to_string(rows));
+    if (float32_out) {
+      fail(op, "at most " + std::to_string(cuda::kStreamedRows) + " rows where out is float32",
+           std::to_string(rows));
+    }
     check_vectors(op, "out", out);
   }
   ops.enter();

@@ -1,4 +1,4 @@
-"""Times of the matrix product of decode: python tests/native/bench_cuda_linear.py [--rows 8].
+"""Times of the matrix product of few rows: python tests/native/bench_cuda_linear.py [--rows 8].
 
 Each shape alone (a graph of many launches, weights in turn so that none is in L2) and as the chain
 of a model's layers, where each product waits for the one before.
@@ -123,8 +123,8 @@ def bench_model(timer: GpuTimer, linear: Linear, rows: int, model: Model, gates:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--library-rows", type=int, nargs="*", default=[32, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--library-rows", type=int, nargs="*", default=[128])
     args = parser.parse_args()
     fix_arithmetic()
     timer = GpuTimer(0)

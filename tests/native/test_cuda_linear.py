@@ -11,9 +11,9 @@ from worker import _native
 
 pytestmark = pytest.mark.gpu
 
-ROW_COUNTS = [1, 2, 3, 7, 8, 9, 16]
+ROW_COUNTS = [1, 2, 3, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 63, 64]
 # By tiles of 128 rows, two at a time: one, a few, uneven ones, and more than all SMs take at once.
-MANY = [17, 129, 511, 768, 2049]
+MANY = [65, 129, 511, 768, 2049]
 # [N, K] of Qwen3 8B, 0.6B and 8B on two GPUs; then sizes that are cut unevenly.
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 SHAPES += [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
@@ -132,7 +132,7 @@ def test_tiles_do_not_see_their_neighbours(cuda_ops: Any) -> None:
 def test_logits_are_not_rounded(cuda_ops: Any, shape: tuple[int, int]) -> None:
     n, k = shape
     weight = random(n, k, dtype=torch.bfloat16, scale=k**-0.5)
-    x = random(16, k, dtype=torch.bfloat16)
+    x = random(max(ROW_COUNTS), k, dtype=torch.bfloat16)
     wanted = library(x, weight, torch.float32)
     assert not torch.equal(wanted, wanted.bfloat16().float())
     for rows in ROW_COUNTS:
@@ -163,11 +163,11 @@ def test_gated_product_is_silu_mul_of_the_rounded_one(
 def test_row_does_not_see_its_neighbours(cuda_ops: Any, shape: tuple[int, int]) -> None:
     n, k = shape
     weight = random(n, k, dtype=torch.bfloat16, scale=k**-0.5)
-    x = random(16, k, dtype=torch.bfloat16)
+    x = random(64, k, dtype=torch.bfloat16)
     alone = torch.cat([run(cuda_ops, row[None], weight) for row in x])
-    order = torch.randperm(16, device="cuda")
+    order = torch.randperm(64, device="cuda")
     assert torch.equal(run(cuda_ops, x[order], weight), alone[order])
-    for rows in (2, 8, 9, 16):
+    for rows in (2, 8, 9, 16, 17, 32, 33, 64):
         for kept in {0, 1, rows - 1}:
             mixed = torch.full_like(x[:rows], torch.nan)
             mixed[kept] = x[kept]
@@ -181,7 +181,7 @@ def test_rows_may_lie_apart(cuda_ops: Any, gap: int) -> None:
     n, k = 1008, 576
     weight = torch.full((n, k + gap), torch.nan, dtype=torch.bfloat16, device="cuda")
     weight[:, :k] = random(n, k, dtype=torch.bfloat16)
-    for rows in (3, 12, 300):
+    for rows in (3, 12, 20, 40, 64, 300):
         x = torch.full((rows, k + gap), torch.nan, dtype=torch.bfloat16, device="cuda")
         x[:, :k] = random(rows, k, dtype=torch.bfloat16)
         wanted = library(x[:, :k].contiguous(), weight[:, :k].contiguous())
@@ -207,17 +207,17 @@ def test_tiles_reach_beyond_2_31_values(cuda_ops: Any) -> None:
     assert equal
 
 
-def test_weight_may_start_inside_another(cuda_ops: Any) -> None:
+@pytest.mark.parametrize("rows", [5, 20, 50])
+def test_weight_may_start_inside_another(cuda_ops: Any, rows: int) -> None:
     weight = random(3000, 1024, dtype=torch.bfloat16)
-    x = random(5, 1024, dtype=torch.bfloat16)
+    x = random(rows, 1024, dtype=torch.bfloat16)
     whole = run(cuda_ops, x, weight)
     assert torch.equal(run(cuda_ops, x, weight[1001:2009]), whole[:, 1001:2009])
 
 
-@pytest.mark.parametrize("by_tiles", [False, True])
-def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any, by_tiles: bool) -> None:
+@pytest.mark.parametrize("rows", [8, 20, 64, 600])
+def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any, rows: int) -> None:
     """Each product reads what the one before it wrote, and writes what the next but one reads."""
-    rows = 600 if by_tiles else 8
     widths = [1024, 3072, 1024, 4096, 1024, 1024, 24576, 1024] * 6
     weights = [
         random(n, k, dtype=torch.bfloat16, scale=k**-0.5)
@@ -254,26 +254,26 @@ def test_products_in_a_graph_wait_for_each_other(cuda_ops: Any, by_tiles: bool) 
 
 def test_sizes_it_does_not_take(cuda_ops: Any) -> None:
     weight = random(64, 128, dtype=torch.bfloat16)
-    assert cuda_ops.linear_supported(16, weight)
-    assert cuda_ops.linear_supported(17, weight)
+    assert cuda_ops.linear_supported(64, weight)
+    assert cuda_ops.linear_supported(65, weight)
     assert not cuda_ops.linear_supported(1, weight[:12])
-    assert cuda_ops.linear_supported(1, weight[:24])
-    assert not cuda_ops.linear_supported(17, weight[:24])
+    assert cuda_ops.linear_supported(64, weight[:24])
+    assert not cuda_ops.linear_supported(65, weight[:24])
     assert not cuda_ops.linear_supported(1, weight[:, :96])
     assert not cuda_ops.linear_supported(1, weight.float())
-    x = random(17, 128, dtype=torch.bfloat16)
+    x = random(65, 128, dtype=torch.bfloat16)
     assert run(cuda_ops, x[:0], weight).shape == (0, 64)
     with pytest.raises(ValueError, match="linear_supported"):
         run(cuda_ops, x, weight[:24])
-    with pytest.raises(ValueError, match="at most 16 rows where out is float32, got 17"):
+    with pytest.raises(ValueError, match="at most 64 rows where out is float32, got 65"):
         run(cuda_ops, x, weight, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="out with rows at multiples of 16 bytes"):
-        cuda_ops.linear(x, weight, torch.empty(17, 68, dtype=x.dtype, device="cuda")[:, 2:66])
+        cuda_ops.linear(x, weight, torch.empty(65, 68, dtype=x.dtype, device="cuda")[:, 2:66])
 
 
 def test_tiles_are_used_where_they_fill_the_device(cuda_ops: Any) -> None:
     wide = torch.empty(24576, 64, dtype=torch.bfloat16, device="cuda")
-    assert [cuda_ops.linear_fills(rows, wide) for rows in (17, 128, 512, 2024, 8192)] == [
+    assert [cuda_ops.linear_fills(rows, wide) for rows in (65, 128, 512, 2024, 8192)] == [
         False,
         False,
         True,

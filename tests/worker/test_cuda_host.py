@@ -371,15 +371,19 @@ def test_the_thread_that_waits_is_told_its_gpu(
     assert threads == ["result_0"]
 
 
-@pytest.mark.parametrize(("other_streams", "rows"), [(True, 8), (False, 128)])
-def test_ranks_run_forwards_of_as_many_rows(gpu: Driver, other_streams: bool, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("other_streams", "rows"), [(True, (8, 33, 64, 128)), (False, (128, 128, 128, 128))]
+)
+def test_ranks_run_forwards_of_as_many_rows(
+    gpu: Driver, other_streams: bool, rows: tuple[int, ...]
+) -> None:
     """A vocabulary of 32,001: one rank's part of the head streams, the other's does not."""
     backend: Any = fake_cuda.device().backend("bfloat16")
     backend.pack(torch.zeros(64, 64))
     group: Any = SimpleNamespace(world_size=2, total=lambda value: value + other_streams)
     assert backend.num_rows(8) == 8
     backend.agree(group)
-    assert backend.num_rows(8) == rows
+    assert tuple(map(backend.num_rows, (8, 33, 64, 65))) == rows
 
 
 def ranks_on(

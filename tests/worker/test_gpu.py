@@ -291,13 +291,14 @@ def test_prompts_of_border_lengths(driver: GpuDriver) -> None:
     "limits",
     [
         {"num_slots": 8, "max_step_tokens": 16},
-        {"num_slots": 8, "max_step_tokens": 17},
+        {"num_slots": 8, "max_step_tokens": 64},
+        {"num_slots": 8, "max_step_tokens": 65},
         {"num_slots": 20, "max_step_tokens": 3072},
     ],
-    ids=["16 rows", "17 rows", "20 slots"],
+    ids=["16 rows", "64 rows", "65 rows", "20 slots"],
 )
 def test_other_limits(rig: Rig, limits: dict[str, int]) -> None:
-    """More than 16 rows go to other kernels: of the prompt, of decode steps, of both."""
+    """16, 64 and more rows go to other kernels: of the prompt, of decode steps, of both."""
     driver = rig.make(max_seq_len=320, **limits)
     most, last = limits["max_step_tokens"], limits["num_slots"] - 1
     cuts = tuple(range(most, len(PROMPT), most))

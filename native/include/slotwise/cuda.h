@@ -33,7 +33,7 @@ void use_device(int device, bool portable = false);
 constexpr int kAttentionTile = 128;
 
 // The most rows of the matrix product that streams the weights; more go by tiles or to a library.
-constexpr int kStreamedRows = 16;
+constexpr int kStreamedRows = 64;
 
 // out[t] = weight[token_ids[t] - first_id], zeros for an id outside [0, N).
 struct EmbedParams {

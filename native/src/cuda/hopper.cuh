@@ -280,28 +280,43 @@ __device__ __forceinline__ void pin(uint32_t (&r)[N][4]) {
     WGMMA("bf16");                           \
   }
 
-// c += a * b: 64 rows of a, 8 or 16 of b, 16 of K.
-#define SLOTWISE_WGMMA_8(TYPE)                                   \
-  asm volatile(                                                  \
-      "{\n"                                                      \
-      ".reg .pred add;\n"                                        \
-      "setp.eq.u32 add, 0, 0;\n"                                 \
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE \
-      " {%0, %1, %2, %3}, %4, %5, add, 1, 1, 0, 0;\n"            \
-      "}\n"                                                      \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])           \
-      : "l"(a), "l"(b))
-#define SLOTWISE_WGMMA_16(TYPE)                                                             \
-  asm volatile(                                                                             \
-      "{\n"                                                                                 \
-      ".reg .pred add;\n"                                                                   \
-      "setp.eq.u32 add, 0, 0;\n"                                                            \
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE                           \
-      " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1, 0, 0;\n"                       \
-      "}\n"                                                                                 \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), \
-        "+f"(c[7])                                                                          \
-      : "l"(a), "l"(b))
+// Registers as operands, c[n] and what follows, and their names.
+#define SLOTWISE_C4(n) "+f"(c[n]), "+f"(c[n + 1]), "+f"(c[n + 2]), "+f"(c[n + 3])
+#define SLOTWISE_C8(n) SLOTWISE_C4(n), SLOTWISE_C4(n + 4)
+#define SLOTWISE_C16(n) SLOTWISE_C8(n), SLOTWISE_C8(n + 8)
+#define SLOTWISE_C32(n) SLOTWISE_C16(n), SLOTWISE_C16(n + 16)
+#define SLOTWISE_NAMES_4 "%0, %1, %2, %3"
+#define SLOTWISE_NAMES_8 SLOTWISE_NAMES_4 ", %4, %5, %6, %7"
+#define SLOTWISE_NAMES_16 SLOTWISE_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SLOTWISE_NAMES_0                       \
+  SLOTWISE_NAMES_16                            \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+
+// c += a * b: 64 rows of a, 8, 16, 32 or 64 of b, 16 of K.
+#define SLOTWISE_ADD(ROWS, TYPE, C, A, B)                                                 \
+  "{\n"                                                                                   \
+  ".reg .pred add;\n"                                                                     \
+  "setp.eq.u32 add, 0, 0;\n"                                                              \
+  "wgmma.mma_async.sync.aligned.m64n" ROWS "k16.f32." TYPE "." TYPE " {" C "}, " A ", " B \
+  ", add, 1, 1, 0, 0;\n"                                                                  \
+  "}\n"
+#define SLOTWISE_WGMMA_8(TYPE)                                       \
+  asm volatile(SLOTWISE_ADD("8", TYPE, SLOTWISE_NAMES_4, "%4", "%5") \
+               : SLOTWISE_C4(0)                                      \
+               : "l"(a), "l"(b))
+#define SLOTWISE_WGMMA_16(TYPE)                                       \
+  asm volatile(SLOTWISE_ADD("16", TYPE, SLOTWISE_NAMES_8, "%8", "%9") \
+               : SLOTWISE_C8(0)                                       \
+               : "l"(a), "l"(b))
+#define SLOTWISE_WGMMA_32(TYPE)                                          \
+  asm volatile(SLOTWISE_ADD("32", TYPE, SLOTWISE_NAMES_16, "%16", "%17") \
+               : SLOTWISE_C16(0)                                         \
+               : "l"(a), "l"(b))
+#define SLOTWISE_WGMMA_64(TYPE)                                         \
+  asm volatile(SLOTWISE_ADD("64", TYPE, SLOTWISE_NAMES_0, "%32", "%33") \
+               : SLOTWISE_C32(0)                                        \
+               : "l"(a), "l"(b))
 
 template <typename T>
 __device__ __forceinline__ void multiply(float (&c)[4], uint64_t a, uint64_t b) {
@@ -313,15 +328,20 @@ __device__ __forceinline__ void multiply(float (&c)[8], uint64_t a, uint64_t b) 
   SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_16);
 }
 
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[16], uint64_t a, uint64_t b) {
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_32);
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[32], uint64_t a, uint64_t b) {
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_64);
+}
+
 // Registers as operands, d[n] and what follows.
 #define SLOTWISE_R4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SLOTWISE_R16(n) SLOTWISE_R4(n), SLOTWISE_R4(n + 1), SLOTWISE_R4(n + 2), SLOTWISE_R4(n + 3)
 #define SLOTWISE_R32(n) SLOTWISE_R16(n), SLOTWISE_R16(n + 4)
-#define SLOTWISE_NAMES_0                     \
-  "%0, %1, %2, %3, %4, %5, %6, %7, "         \
-  "%8, %9, %10, %11, %12, %13, %14, %15, "   \
-  "%16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31"
 #define SLOTWISE_NAMES_32                      \
   ", %32, %33, %34, %35, %36, %37, %38, %39, " \
   "%40, %41, %42, %43, %44, %45, %46, %47, "   \
@@ -378,7 +398,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[32][4], uint64_t a, uin
 }
 
 // d[64 x 64] = a[64 x 16] b[16 x 64], + d where `add`; a in registers, rows of b along N.
-#define SLOTWISE_WGMMA_64(TYPE)                                                         \
+#define SLOTWISE_WGMMA_R64(TYPE)                                                        \
   asm volatile(                                                                         \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                      \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" SLOTWISE_NAMES_0 \
@@ -389,13 +409,23 @@ __device__ __forceinline__ void multiply_rows(float (&d)[32][4], uint64_t a, uin
 template <typename T>
 __device__ __forceinline__ void multiply_64(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
                                             int add) {
-  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_64);
+  SLOTWISE_BY_TYPE(SLOTWISE_WGMMA_R64);
 }
 
 #undef SLOTWISE_BY_TYPE
+#undef SLOTWISE_ADD
+#undef SLOTWISE_C4
+#undef SLOTWISE_C8
+#undef SLOTWISE_C16
+#undef SLOTWISE_C32
+#undef SLOTWISE_NAMES_4
+#undef SLOTWISE_NAMES_8
+#undef SLOTWISE_NAMES_16
 #undef SLOTWISE_WGMMA_8
 #undef SLOTWISE_WGMMA_16
+#undef SLOTWISE_WGMMA_32
 #undef SLOTWISE_WGMMA_64
+#undef SLOTWISE_WGMMA_R64
 #undef SLOTWISE_WGMMA_128
 #undef SLOTWISE_WGMMA_192
 #undef SLOTWISE_WGMMA_256

@@ -1,13 +1,15 @@
-// The matrix product of decode: few tokens, so its time is that of reading the weight once.
+// The matrix product of decode and of short turns: up to 64 tokens, so its time is that of reading
+// the weight once.
 //
 // A block owns tiles of `rows` weight rows and walks K through them once, a step of `slabs` slabs
 // of 64 at a time. One thread streams weights and tokens into a ring of stages in shared memory;
-// warpgroups multiply, 64 weight rows (A) by 8 or 16 tokens (B) by 16 of K an instruction. Each
+// warpgroups multiply, 64 weight rows (A) by 8 to 64 tokens (B) by 16 of K an instruction. Each
 // output is one chain of these along K; nothing about it depends on the other tokens or rows.
 //
 // The weights of the first stages are asked for before the previous kernel has ended: only tokens
-// depend on it. A block keeps to half of an SM's shared memory, so that it fits beside one of the
-// previous kernel.
+// depend on it. With up to 16 tokens a block keeps to half of an SM's shared memory, so that it
+// fits beside one of the previous kernel. With more, whose rows fill a stage as much as the weights
+// do, twice as many stages are worth more than that.
 #include <algorithm>
 
 #include "hopper.cuh"
@@ -24,12 +26,16 @@ constexpr int kMaxGroups = 3;   // warpgroups that multiply, 64 rows each
 constexpr int kGroupThreads = 128;
 constexpr int kMaxStages = 32;
 constexpr int kBarrierBytes = 16;  // of a stage: full and empty
-constexpr int kSharedBudget = 108 * 1024;
-constexpr int kStepBytes = 8 * 1024;  // of weights, at least, where K is long enough
+constexpr int kFewTokens = 16;
+constexpr int kFewBudget = 108 * 1024;  // of shared memory
+constexpr int kBudget = 208 * 1024;
+// Of a step, at least, where K is long enough: of weights with few tokens, else of both.
+constexpr int kFewStepBytes = 8 * 1024;
+constexpr int kStepBytes = 24 * 1024;
 
 // How a product is cut: from N, K and the device alone, but for the ring's depth.
 struct Plan {
-  int tokens;  // 8 or 16, T rounded up
+  int tokens;  // 8, 16, 32 or 64, T rounded up
   int rows;    // of a tile, a multiple of 8
   int num_tiles;
   int tiles_per_block;
@@ -51,13 +57,19 @@ Plan cut(int tokens, int rows, int tiles_per_block, int slabs, int64_t n, int64_
   Plan plan{tokens, rows, ceil_div(n, rows), tiles_per_block, slabs, ceil_div(k, slabs * kSlab)};
   plan.weight_bytes = rows * slabs * kRowBytes;
   plan.x_bytes = tokens * slabs * kRowBytes;
-  plan.stages = std::min({kSharedBudget / (plan.weight_bytes + plan.x_bytes), kMaxStages,
-                          plan.steps * tiles_per_block});
+  const int budget = tokens <= kFewTokens ? kFewBudget : kBudget;
+  plan.stages = std::min(
+      {budget / (plan.weight_bytes + plan.x_bytes), kMaxStages, plan.steps * tiles_per_block});
   plan.groups = ceil_div(rows, kWgmmaRows);
   // Instructions read whole groups of 64 rows; what they read after the last weights is not used.
   const int unused = (plan.groups * kWgmmaRows - rows) * kRowBytes;
   plan.ring_bytes = plan.stages * plan.weight_bytes + std::max(plan.stages * plan.x_bytes, unused);
   return plan;
+}
+
+int step_slabs(int tokens, int rows) {
+  if (tokens <= kFewTokens) return ceil_div(kFewStepBytes, rows * kRowBytes);
+  return ceil_div(kStepBytes, (rows + tokens) * kRowBytes);
 }
 
 // All SMs get the same number of tiles, in the fewest rounds. Where N has not even kMinRows for
@@ -66,8 +78,9 @@ Plan make_plan(int64_t num_rows, int64_t n, int64_t k, int num_sms) {
   const int64_t groups = n / 8;
   const int tiles_per_block = ceil_div(groups, num_sms * kMaxGroups * (kWgmmaRows / 8));
   const int rows = std::max(kMinRows, 8 * ceil_div(groups, num_sms * tiles_per_block));
-  const int slabs = std::min(ceil_div(k, kSlab), ceil_div(kStepBytes, rows * kRowBytes));
-  return cut(num_rows <= 8 ? 8 : 16, rows, tiles_per_block, slabs, n, k);
+  const int tokens = num_rows <= 8 ? 8 : num_rows <= 16 ? 16 : num_rows <= 32 ? 32 : 64;
+  const int slabs = std::min(ceil_div(k, kSlab), step_slabs(tokens, rows));
+  return cut(tokens, rows, tiles_per_block, slabs, n, k);
 }
 
 // What a kernel is given besides the tensor maps.
@@ -306,11 +319,11 @@ __global__ void __launch_bounds__(kMaxGroups* kGroupThreads + 32)
 
 using Kernel = void(const CUtensorMap, const CUtensorMap, const Args);
 
-Kernel* kernel_of(DType dtype, int tokens) {
-  if (dtype == DType::kBFloat16) {
-    return tokens == 8 ? linear_kernel<__nv_bfloat16, 8> : linear_kernel<__nv_bfloat16, 16>;
-  }
-  return tokens == 8 ? linear_kernel<__half, 8> : linear_kernel<__half, 16>;
+template <typename T>
+Kernel* kernel_of(int tokens) {
+  if (tokens == 8) return linear_kernel<T, 8>;
+  if (tokens == 16) return linear_kernel<T, 16>;
+  return tokens == 32 ? linear_kernel<T, 32> : linear_kernel<T, 64>;
 }
 
 void run_plan(const LinearParams& params, const Plan& plan, Stream stream) {
@@ -327,7 +340,8 @@ void run_plan(const LinearParams& params, const Plan& plan, Stream stream) {
                   params.out_stride,
                   params.float32_out,
                   params.gated};
-  Kernel* kernel = kernel_of(params.dtype, plan.tokens);
+  Kernel* kernel = params.dtype == DType::kBFloat16 ? kernel_of<__nv_bfloat16>(plan.tokens)
+                                                    : kernel_of<__half>(plan.tokens);
   const size_t shared_bytes = plan.shared_bytes();
   allow_shared("linear", kernel, shared_bytes);
   const Grid grid{dim3(static_cast<unsigned>(plan.blocks())), plan.threads(), shared_bytes};
