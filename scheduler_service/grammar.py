@@ -35,6 +35,8 @@ CACHE_BYTES = 2 << 20
 KEPT_BYTES = 256 << 20
 # With those that are no longer kept, but that requests follow.
 IN_USE_BYTES = 1 << 30
+# There is always room for one as small: the large ones hold up each other.
+SMALL_BYTES = 4 << 20
 # As a source counts, besides its own bytes.
 ENTRY_BYTES = 1 << 10
 
@@ -66,6 +68,7 @@ class GrammarCompiler:
         self._compiled = _Cache[Grammar](MAX_KEPT)
         self._refused = _Cache[InvalidArgumentError](CACHE_BYTES // ENTRY_BYTES)
         self._in_use = weakref.WeakSet[Grammar]()
+        self._in_use_lock = threading.Lock()
 
     def find(self, spec: ConstraintSpec, *, at_text_start: bool = False) -> Grammar | None:
         """What was compiled before, at once; InvalidArgumentError when it was refused before."""
@@ -103,7 +106,8 @@ class GrammarCompiler:
         # More than it had in its trial.
         matchers = with_stack(2 * STACK_BYTES, compiled)
         grammar = Grammar(self._vocabulary, matchers, self._leading_bits, spec.kind, num_bytes)
-        self._in_use.add(grammar)
+        with self._in_use_lock:
+            self._in_use.add(grammar)
         self._compiled.put(key, grammar, num_bytes)
         return grammar
 
@@ -119,8 +123,9 @@ class GrammarCompiler:
 
     def _make_room(self, num_bytes: int) -> None:
         self._compiled.drop_to(KEPT_BYTES - num_bytes)
-        in_use = sum(grammar.num_bytes for grammar in list(self._in_use))
-        if in_use + num_bytes > IN_USE_BYTES:
+        with self._in_use_lock:
+            in_use = sum(grammar.num_bytes for grammar in self._in_use)
+        if num_bytes > SMALL_BYTES and in_use + num_bytes > IN_USE_BYTES:
             raise UnavailableError(
                 f"this constraint takes {num_bytes >> 20} MiB of memory, those of other requests "
                 f"{in_use >> 20}; {IN_USE_BYTES >> 20} are taken in all; try again later"

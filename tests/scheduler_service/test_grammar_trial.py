@@ -286,7 +286,10 @@ def test_what_requests_follow_is_bounded_in_memory(compiler, monkeypatch):
     ):
         compiler.compile(regex("c"))
     assert not len(compiler._refused)
-    followed.pop()
+    sized(compiler, monkeypatch, grammar.SMALL_BYTES)
+    followed += [compiler.compile(regex(f"small{i}")).constraint(frozenset(), 0) for i in range(9)]
+    sized(compiler, monkeypatch, 40 << 20)
+    del followed[1:]
     assert compiler.compile(regex("c"))
 
 
