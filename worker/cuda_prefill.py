@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from worker.batch import ChunkSpan, ForwardBatch, PrefillChunk
-from worker.cuda_backend import CudaBackend
+from worker.cuda_backend import STREAM_ROWS, CudaBackend
 from worker.cuda_slots import CudaSlots
 from worker.decoder import Decoder
 
@@ -102,10 +101,10 @@ class CudaPrefill:
         self._forwards: dict[bool, list[_Forward]] = {False: [], True: []}
         limits = decoder.limits
         most = min(limits.max_seq_len, limits.max_step_tokens)
-        for mixed, room in product((False, True), sorted({min(room, most) for room in _ROOMS})):
-            first = slots.num_rows if mixed else 0
-            chunk = ShortChunk(slots, backend.num_rows(first + room), first, room)
-            self._forwards[mixed].append(self._forward(chunk, capture))
+        for mixed, first in ((False, 0), (True, slots.num_rows)):
+            for room in _rooms(first, most):
+                chunk = ShortChunk(slots, backend.num_rows(first + room), first, room)
+                self._forwards[mixed].append(self._forward(chunk, capture))
 
     def forward(self, chunks: tuple[PrefillChunk, ...], mixed: bool) -> tuple[ForwardBatch, Tensor]:
         """The batch and its logits [B, V]: of the whole table where `mixed`, then of the chunks."""
@@ -133,3 +132,9 @@ class CudaPrefill:
 
         logits = self._decoder.forward(chunk.batch)
         return _Forward(chunk, run if capture is None else capture(run), logits)
+
+
+def _rooms(first: int, most: int) -> list[int]:
+    """Of forwards that begin with `first` rows; one of them just fits the streamed products."""
+    rooms = {min(room, most) for room in (*_ROOMS, STREAM_ROWS - first)}
+    return sorted(room for room in rooms if room > 0)

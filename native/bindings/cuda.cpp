@@ -331,8 +331,7 @@ void bind_cuda(nb::module_& module) {
           "eps"_a, "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "positions"_a, "slots"_a, "scale"_a,
           "states"_a, "counters"_a, "out"_a);
   ops.def("rope_append", &rope_append, "qkv"_a, "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a,
-          "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "slot"_a, "start"_a,
-          "place"_a = nb::none());
+          "cos"_a, "sin"_a, "k_cache"_a, "v_cache"_a, "slot"_a, "start"_a, "place"_a = nb::none());
   ops.def("prefill_attention", &prefill_attention, "qkv"_a, "k_cache"_a, "v_cache"_a, "slot"_a,
           "start"_a, "scale"_a, "out"_a, "place"_a = nb::none());
   ops.def("copy_prefix", &copy_prefix, "cache"_a, "source"_a, "target"_a, "length"_a);

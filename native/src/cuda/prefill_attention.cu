@@ -127,8 +127,10 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) prefill_kernel(const Prefil
 
   T* const ring = reinterpret_cast<T*>(shared);
   T* const q = ring + kStages * kAttentionTile * kDim;
-  const T* const k = static_cast<const T*>(args.k) + args.slot * args.k_slot_stride + kv_head * args.k_head_stride;
-  const T* const v = static_cast<const T*>(args.v) + args.slot * args.v_slot_stride + kv_head * args.v_head_stride;
+  const T* const k =
+      static_cast<const T*>(args.k) + args.slot * args.k_slot_stride + kv_head * args.k_head_stride;
+  const T* const v =
+      static_cast<const T*>(args.v) + args.slot * args.v_slot_stride + kv_head * args.v_head_stride;
   const auto stage = [&](int step) { return ring + step % kStages * kAttentionTile * kDim; };
   const auto load = [&](int step) {
     const int tile_start = step / 2 * kAttentionTile;

@@ -54,8 +54,8 @@ struct Ring {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <int kDim>
-__device__ __forceinline__ void produce(const Ring<kDim>& ring, const ChunkMaps& maps, int num_tiles,
-                                        int kv_head) {
+__device__ __forceinline__ void produce(const Ring<kDim>& ring, const ChunkMaps& maps,
+                                        int num_tiles, int kv_head) {
   Place<kStages> place;
   for (int step = 0; step < 2 * num_tiles; ++step, place.next()) {
     barrier_wait(ring.empty(place.stage), place.parity ^ 1);
@@ -257,8 +257,8 @@ const ClusterCounts& cluster_counts() {
   return counts;
 }
 
-// False where a ring would not be the faster way; a chunk whose place is on the device may have many
-// tiles, and takes one if there is any.
+// False where a ring would not be the faster way; a chunk whose place is on the device may have
+// many tiles, and takes one if there is any.
 template <typename T, int kDim, int kTeams>
 bool launch_links(const PrefillArgs& args, const CacheParams& cache, int num_tiles, Stream stream) {
   using Layout = LinkLayout<kDim, kTeams>;

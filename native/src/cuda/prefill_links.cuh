@@ -147,9 +147,9 @@ __device__ __forceinline__ void end_values(uint32_t v, int tile_start, int end, 
   for (int i = (end - tile_start) * kRowChunks + threadIdx.x % kGroupThreads;
        i < kAttentionTile * kRowChunks; i += kGroupThreads) {
     const int chunk = i % kRowChunks;
-    store_shared(v + chunk / 8 * TileLayout<kDim>::kPanelBytes +
-                     panel_offset(i / kRowChunks, chunk % 8),
-                 uint4{});
+    store_shared(
+        v + chunk / 8 * TileLayout<kDim>::kPanelBytes + panel_offset(i / kRowChunks, chunk % 8),
+        uint4{});
   }
   fence_stores();
   sync_threads(1 + group, kGroupThreads);
@@ -443,8 +443,8 @@ __global__ void __launch_bounds__((1 + kGroups) * kGroupThreads, 1)
     const int team = thread / 32;
     if (thread % 32 == 0 && team < kTeams) {
       const int first = Link<kTeams>::number_of(rank, gridDim.x, team);
-      produce_pairs<Layout, kDim>(shared, maps, num_pairs, first, gridDim.x * kTeams, team,
-                                  kv_head, args.slot, end);
+      produce_pairs<Layout, kDim>(shared, maps, num_pairs, first, gridDim.x * kTeams, team, kv_head,
+                                  args.slot, end);
     }
   } else {
     more_registers<240>();
