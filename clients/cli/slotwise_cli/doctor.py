@@ -53,7 +53,7 @@ def doctor(
     kv_dtype: Annotated[str | None, typer.Option(help="For the plan.")] = None,
     tp: Annotated[int | None, typer.Option(help="For the plan [1].")] = None,
     device: Annotated[
-        str | None, typer.Option(help="For the plan: cpu or cuda [a GPU if one can be used].")
+        str | None, typer.Option(help="For the plan: cpu or cuda \\[a GPU if one can be used].")
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonFlag = False,

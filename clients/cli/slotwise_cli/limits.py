@@ -15,7 +15,7 @@ from .output import Report
 
 BandwidthOption = Annotated[
     float | None,
-    typer.Option(min=0, help="Memory bandwidth in GB/s, for the limit [measured on a GPU]."),
+    typer.Option(min=0, help="Memory bandwidth in GB/s, for the limit \\[measured on a GPU]."),
 ]
 
 
