@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -113,7 +114,7 @@ class _BrokenCallError(Exception):
     """The text is not the call that it seemed to be, or has ended before the call has."""
 
 
-class _Parser:
+class _Parser(ABC):
     """Runs along the text as a coroutine that waits where it needs more of it."""
 
     def __init__(self, opens_reasoning: bool, has_reasoning: bool, tools: Sequence[Tool]) -> None:
@@ -141,9 +142,9 @@ class _Parser:
         next(self._run, None)
         return self._taken()
 
+    @abstractmethod
     def _call(self) -> Reading[None]:
         """Reads and gives a call behind its <tool_call>; _BrokenCallError where it is none."""
-        raise NotImplementedError
 
     def _answer(self, opens_reasoning: bool, has_reasoning: bool) -> Reading[None]:
         if not opens_reasoning and has_reasoning:

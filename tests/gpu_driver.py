@@ -25,6 +25,16 @@ from worker.executor import Submitted
 
 DEVICE = "cuda"
 VOCAB_SIZE = 2048
+# Heads as those of Qwen3.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 4096,
+}
 
 
 def num_gpus() -> int:

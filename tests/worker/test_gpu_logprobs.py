@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_driver import DEVICE, VOCAB_SIZE, GpuDriver, in_company, needs_gpus, prompt_of
+from gpu_driver import DEVICE, SHAPE, GpuDriver, in_company, needs_gpus, prompt_of
 from tolerances import tolerance
 from worker_driver import same_bits, sampling
 
@@ -19,15 +19,6 @@ pytestmark = [pytest.mark.gpu, needs_gpus()]
 
 PROMPT = prompt_of(1, 250)
 NUM_NEW = 20
-SHAPE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 4096,
-}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"num_logprobs": 20},
     "drawn": {"temperature": 2.0, "seed": 2**63 + 5, "num_logprobs": 3},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_driver import DEVICE, VOCAB_SIZE, GpuDriver, needs_gpus, prompt_of
+from gpu_driver import DEVICE, SHAPE, VOCAB_SIZE, GpuDriver, needs_gpus, prompt_of
 from tolerances import tolerance
 from worker_driver import by_slot, same_bits, sampling
 
@@ -31,15 +31,6 @@ NUM_NEW = 12
 SEEDED: dict[str, Any] = {"temperature": 1.2, "top_k": 300, "seed": 2**63 + 5}
 # Around tiles of 128 positions; and 128, 64, 32 and 16 rows, which are the most of a graph.
 BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 418, 419, 291, 292, 355, 356, 387, 388, 404)
-SHAPE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 4096,
-}
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])

@@ -19,7 +19,7 @@ from rich.table import Table
 from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .bench_chat import chat
-from .bench_files import JsonFileOption, PlotOption, check_files, write_json_file
+from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
 from .bench_kernels import kernels
 from .bench_steps import steps
 from .helper_process import run_json
@@ -28,7 +28,15 @@ from .measure import Level, Run, Spread, Work, run_once
 from .number_list import numbers
 from .output import CliError, Output, Report
 from .plots import plot_ladder
-from .serve import DtypeOption, JsonFlag, model_folder, server_flags
+from .serve import (
+    DeviceOption,
+    DtypeOption,
+    JsonFlag,
+    ThreadsOption,
+    TpOption,
+    model_folder,
+    server_flags,
+)
 from .server_process import running_server
 
 # As a worker logs it (worker/rank.py).
@@ -60,13 +68,11 @@ class Served:
 
 @bench.command()
 def ladder(
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder, or `demo` (the default).")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
+    tp: TpOption = None,
+    threads: ThreadsOption = None,
     concurrency: Annotated[str, typer.Option(help="Numbers, with commas.")] = "1,2,4,8",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     new_tokens: Annotated[int, typer.Option("--output-tokens", "--new-tokens", min=2)] = 128,

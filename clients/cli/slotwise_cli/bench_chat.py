@@ -15,7 +15,7 @@ from rich.table import Table
 
 from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
-from .bench_files import JsonFileOption, check_files, write_json_file
+from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
 from .gpus import NoDriverError, find_gpus
 from .measure import Spread
 from .measure_chat import (
@@ -30,7 +30,15 @@ from .measure_chat import (
     shortfalls,
 )
 from .output import CliError, Output, Report
-from .serve import DtypeOption, JsonFlag, model_folder, server_flags
+from .serve import (
+    DeviceOption,
+    DtypeOption,
+    JsonFlag,
+    ThreadsOption,
+    TpOption,
+    model_folder,
+    server_flags,
+)
 from .server_process import running_server
 
 
@@ -65,15 +73,13 @@ class Measured:
 
 
 def chat(
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder, or `demo` (the default).")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
+    tp: TpOption = None,
+    threads: ThreadsOption = None,
     num_slots: Annotated[int | None, typer.Option(help="[As many as conversations.]")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Requests at once [num-slots].")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests at once \\[num-slots].")] = None,
     conversations: Annotated[int, typer.Option(min=0, help="0 leaves them out.")] = 8,
     turns: Annotated[int, typer.Option(min=1)] = 8,
     system_tokens: Annotated[int, typer.Option(min=0, help="That all of them begin with.")] = 256,

@@ -1,4 +1,4 @@
-"""Where the measuring commands leave their results besides the terminal."""
+"""What the measuring commands share: the model, and where results go besides the terminal."""
 
 import importlib.util
 import json
@@ -10,6 +10,9 @@ import typer
 
 from .output import CliError
 
+ModelOption = Annotated[
+    str | None, typer.Option(help="A checkpoint folder, or `demo` (the default).")
+]
 JsonFileOption = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Also draw a plot into this PNG file.")]
 

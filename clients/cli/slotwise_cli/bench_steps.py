@@ -13,13 +13,21 @@ from rich.table import Table
 
 from slotwise_client import Client, ModelInfo, ServerInfo
 
-from .bench_files import JsonFileOption, PlotOption, check_files, write_json_file
+from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
 from .limits import BandwidthOption, MemoryLimit, find_limit
 from .measure import Spread, Work, decode_window
 from .number_list import numbers
 from .output import CliError, Output, Report
 from .plots import plot_steps
-from .serve import DtypeOption, JsonFlag, model_folder, server_flags
+from .serve import (
+    DeviceOption,
+    DtypeOption,
+    JsonFlag,
+    ThreadsOption,
+    TpOption,
+    model_folder,
+    server_flags,
+)
 from .server_process import running_server
 
 # Tokens that early requests may generate while the last one's prompt is still read.
@@ -41,13 +49,11 @@ class Point:
 
 
 def steps(
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder, or `demo` (the default).")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
     dtype: DtypeOption = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
+    tp: TpOption = None,
+    threads: ThreadsOption = None,
     contexts: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = (
         "512,2048,8192,32768"
     ),

@@ -22,6 +22,9 @@ from .server_process import Event, ServerProcess, report_event, scheduler_comman
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ServerOption = Annotated[str, typer.Option(help="Server as host:port.")]
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda \\[auto].")]
+TpOption = Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1].")]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Weights in memory: auto, float32, bfloat16 or float16.")
 ]
@@ -43,13 +46,13 @@ def serve(
     model: ModelArgument,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port, 0 takes a free one [50051].")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1].")] = None,
+    device: DeviceOption = None,
+    tp: TpOption = None,
     num_slots: Annotated[
         int | None, typer.Option(help="Seats with a KV cache; spare ones keep prefixes [8].")
     ] = None,
     max_running: Annotated[
-        int | None, typer.Option(help="Requests that run at once [num-slots].")
+        int | None, typer.Option(help="Requests that run at once \\[num-slots].")
     ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Prompt and answer together, in tokens.")
@@ -59,7 +62,7 @@ def serve(
         str | None, typer.Option(help="KV cache: auto, float32, bfloat16 or float16.")
     ] = None,
     max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per rank on the CPU.")] = None,
+    threads: ThreadsOption = None,
     served_name: Annotated[str | None, typer.Option(help="Name; else the folder's.")] = None,
     grace: Annotated[
         float | None, typer.Option(help="Seconds that running requests get after SIGTERM [30].")
@@ -71,7 +74,7 @@ def serve(
         float | None, typer.Option(help="Seconds that streams wait for new workers [60].")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
-    log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json \\[text].")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve a model over gRPC until SIGTERM or Ctrl-C."""
