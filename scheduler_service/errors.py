@@ -69,6 +69,42 @@ class CorruptedError(SlotwiseError):
     status = "INTERNAL"
 
 
+class UnauthenticatedError(SlotwiseError):
+    """The call brings no token, or none that is known."""
+
+    status = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(SlotwiseError):
+    """The caller may not do this: the request is another caller's, or the call an operator's."""
+
+    status = "PERMISSION_DENIED"
+
+
+class ExpiredRequestError(SlotwiseError):
+    """The request ended too long ago; its tokens are forgotten."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class SetupDiffersError(SlotwiseError):
+    """The server is set up in another way than when the request ran: its bits may differ."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class OutOfRangeError(SlotwiseError):
+    """An index beyond the request's tokens."""
+
+    status = "OUT_OF_RANGE"
+
+
+class SupersededError(SlotwiseError):
+    """Another connection reads the request now."""
+
+    status = "ABORTED"
+
+
 class GroupError(Exception):
     """The group cannot go on as it is; a new one, under a new epoch, may."""
 

@@ -1,0 +1,95 @@
+"""What is kept of a call: to attach to it, to go on after a restart, to run it again."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, fields
+
+from .request import Event, FinishedEvent, PromptLogprobsEvent, TokenEvent, TokenLogprobs
+
+# Of Python's objects, roughly.
+_BYTES_PER_LOGPROB = 100
+_BYTES_PER_CALL = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """As Setup of inference.proto: what the bits of an answer depend on besides its request."""
+
+    fingerprint: str
+    front: str
+    version: str
+    build: str
+    weight_dtype: str
+    kv_dtype: str
+    device_name: str
+    world_size: int
+
+    def difference(self, other: Setup) -> str | None:
+        """The first field that differs, with both values; None when all are equal."""
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if mine != theirs:
+                return f"{one.name} is {mine!r} and was {theirs!r}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """A call as it was accepted. Times are of the Unix epoch: they outlive the process."""
+
+    call_id: str
+    # Who asked; "" where callers are not told apart.
+    client: str
+    # The GenerateRequest, as it came.
+    request: bytes
+    # What it became. Of type code "I".
+    prompt_token_ids: array[int]
+    # The prompt ends inside the model's reasoning.
+    opens_reasoning: bool
+    # Of answer 0; those of the others follow from it.
+    seed: int
+    num_answers: int
+    accepted_unix_ns: int
+    # None: no deadline.
+    deadline_unix_ns: int | None
+    setup: Setup
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return _BYTES_PER_CALL + len(self.request) + 4 * len(self.prompt_token_ids)
+
+
+@dataclass(slots=True)
+class AnswerLog:
+    """All that one answer has told, joined, and its end."""
+
+    # Of type code "I".
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    # One for each token where they were asked for, else none.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # From the prompt's second token on.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end: FinishedEvent | None = None
+
+    def add(self, event: Event) -> None:
+        """Takes the answer's next event. What a resumed request tells once more is dropped."""
+        match event:
+            case TokenEvent():
+                num_known = len(self.token_ids) - event.first_index
+                self.token_ids.extend(event.token_ids[num_known:])
+                self.logprobs.extend(event.logprobs[num_known:])
+            case PromptLogprobsEvent():
+                num_known = len(self.prompt_logprobs) + 1 - event.first_index
+                self.prompt_logprobs.extend(event.logprobs[num_known:])
+            case FinishedEvent():
+                self.end = event
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, about."""
+        num_logprobs = sum(
+            1 + len(one.best_token_ids) for one in (*self.logprobs, *self.prompt_logprobs)
+        )
+        return 4 * len(self.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
