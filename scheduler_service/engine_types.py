@@ -143,6 +143,9 @@ class Geometry:
     # Decode steps with logprobs that may be outstanding.
     max_logprobs_steps: int
     prefix_reuse: PrefixReuse
+    # What computes, and the native library: what bits depend on besides the weights.
+    device_name: str
+    build: str
 
 
 @dataclass(frozen=True, slots=True)

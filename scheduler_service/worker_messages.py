@@ -173,6 +173,8 @@ def _configured(configured: pb.Configured, address: str) -> WorkerConfigured:
         max_running=configured.max_running,
         max_logprobs_steps=configured.max_logprobs_steps,
         prefix_reuse=_PREFIX_REUSE.get(configured.prefix_reuse, PrefixReuse.NONE),
+        device_name=configured.device_name,
+        build=configured.build,
     )
     report = WorkerReport(
         rank=configured.rank,

@@ -150,6 +150,8 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
             "max_running": max_running,
             "max_logprobs_steps": 64,
             "prefix_reuse": pb.PREFIX_REUSE_ALL,
+            "device_name": "fake",
+            "build": "fake",
         }
         yield pb.RunResponse(configured=pb.Configured(**(fields | self.configured)))
 

@@ -22,6 +22,8 @@ from torch import Tensor
 Array: TypeAlias = Tensor | NDArray[Any]
 
 BUILT_WITH_CUDA: bool
+# Hash of the sources and of how they were compiled.
+BUILD: str
 
 def cuda_available() -> bool: ...
 def cuda_device_count() -> int: ...

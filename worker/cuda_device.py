@@ -67,6 +67,11 @@ class CudaDevice(Device):
         """As torch names it, with the card's name."""
         return f"{self._device} ({self._card})"
 
+    @property
+    def model_name(self) -> str:
+        """The card's name."""
+        return self._card
+
     def resident_bytes(self) -> int:
         """Device memory of this process."""
         return self._context_bytes + torch.cuda.memory_reserved(self._device)

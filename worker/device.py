@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import signal
 import socket
 import sys
@@ -62,6 +63,11 @@ class Device(ABC):
     @abstractmethod
     def name(self) -> str:
         """For people."""
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """What the bits of an answer depend on: equal devices have equal names, any number."""
 
     @abstractmethod
     def resident_bytes(self) -> int:
@@ -132,6 +138,11 @@ class CpuDevice(Device):
     def __init__(self, num_threads: int) -> None:
         self._backend = CpuBackend(num_threads)
         self.num_threads = num_threads
+
+    @property
+    def model_name(self) -> str:
+        """The architecture and the vector instructions in use."""
+        return f"{platform.machine()} {self._backend.isa}"
 
     def resident_bytes(self) -> int:
         """Resident set of the process."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from worker import _native
 from worker.backend import Backend
 from worker.checkpoint import Checkpoint, open_checkpoint
 from worker.config import GROUP_TIMEOUT_S
@@ -71,6 +72,9 @@ class RankInfo:
     vocab_size: int
     fingerprint: str
     device: str
+    # As device_name and build of Configured.
+    device_name: str
+    build: str
     pace: Pace
     plan: MemoryPlan
     measured_bytes: int
@@ -168,6 +172,8 @@ class Rank:
             vocab_size=checkpoint.config.vocab_size,
             fingerprint=checkpoint.fingerprint,
             device=device.name,
+            device_name=device.model_name,
+            build=f"{_native.BUILD} torch {torch.__version__}",
             pace=device.pace,
             plan=plan,
             measured_bytes=device.resident_bytes() + self._group.device_bytes,

@@ -344,6 +344,8 @@ def _configured(info: RankInfo) -> worker_pb2.Configured:
         max_running=info.limits.max_running,
         max_logprobs_steps=info.max_logprobs_steps,
         prefix_reuse=_PREFIX_REUSE[info.prefix_reuse],
+        device_name=info.device_name,
+        build=info.build,
     )
 
 

@@ -29,6 +29,7 @@ NB_MODULE(_native, m) {
   // What lives until the interpreter ends, as a server's weights do, is no leak.
   nb::set_leak_warnings(false);
   m.doc() = "Operators of a decoder over a slot cache; see _native.pyi.";
+  m.attr("BUILD") = SLOTWISE_BUILD;
 #ifdef SLOTWISE_WITH_CUDA
   m.attr("BUILT_WITH_CUDA") = true;
 #else

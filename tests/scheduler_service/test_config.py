@@ -57,7 +57,21 @@ def test_a_step_that_is_given_holds_all_slots():
 
 def test_the_advice_of_the_workers_holds_where_nothing_is_asked_for():
     geometry = Geometry(
-        8, 64, 2, 100, "f", "float32", "float32", 2048, 512, 10_000_000, 5, 9, PrefixReuse.PREFILL
+        num_slots=8,
+        max_seq_len=64,
+        num_layers=2,
+        vocab_size=100,
+        fingerprint="f",
+        weight_dtype="float32",
+        kv_dtype="float32",
+        max_step_tokens=2048,
+        max_mixed_step_tokens=512,
+        run_ahead_window_ns=10_000_000,
+        max_running=5,
+        max_logprobs_steps=9,
+        prefix_reuse=PrefixReuse.PREFILL,
+        device_name="x86_64 avx2",
+        build="b",
     )
     limits = ENGINE.limits(geometry)
     assert (limits.max_step_tokens, limits.max_mixed_step_tokens) == (2048, 512)

@@ -111,7 +111,21 @@ async def test_a_second_stream_is_refused_with_the_workers_words(tmp_path):
 
 
 GEOMETRY = Geometry(
-    3, 64, 3, 100, "f", "float32", "float32", 256, 256, 40_000_000, 2, 16, PrefixReuse.ALL
+    num_slots=3,
+    max_seq_len=64,
+    num_layers=3,
+    vocab_size=100,
+    fingerprint="f",
+    weight_dtype="float32",
+    kv_dtype="float32",
+    max_step_tokens=256,
+    max_mixed_step_tokens=256,
+    run_ahead_window_ns=40_000_000,
+    max_running=2,
+    max_logprobs_steps=16,
+    prefix_reuse=PrefixReuse.ALL,
+    device_name="x86_64 avx2",
+    build="b",
 )
 CONFIG = EngineConfig(world_size=2, num_slots=3, max_running=2, max_seq_len=64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import platform
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +21,7 @@ from worker_driver import Driver, sampling
 
 from checkpoints import make_checkpoint
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker import _native
 from worker import server as worker_server
 from worker.batch import (
     DecodeRow,
@@ -170,6 +172,9 @@ async def test_configure_and_steps(served: Served) -> None:
     assert [test.passed for test in info.self_tests] == [True] * 4
     assert (info.max_running, info.max_logprobs_steps) == (2, 2**31 - 1)
     assert info.prefix_reuse == worker_pb2.PREFIX_REUSE_ALL
+    assert info.device_name == f"{platform.machine()} {_native.CpuOps(1).isa}"
+    assert info.build == f"{_native.BUILD} torch {torch.__version__}"
+    assert re.fullmatch("[0-9a-f]{16}", _native.BUILD)
     for request in (prefill(), decode(2, 3), decode(3, 5)):
         await stream.write(request)
     results = [await result(stream) for _ in range(3)]
