@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,29 @@ class ConfigError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Of a port that speaks TLS, in PEM. With `client_ca`, clients must bring a certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may call the public port, and what is served there."""
+
+    # None: plain TCP.
+    tls: TlsFiles | None = None
+    # File of bearer tokens; None: nobody is asked for one.
+    tokens: Path | None = None
+    # Tokens may cross networks in the clear.
+    insecure_tokens: bool = False
+    reflection: bool = True
+    operator_calls: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that the process is told. ConfigError when a value makes no sense."""
 
@@ -35,6 +59,7 @@ class Config:
     port: int = 50051
     # What the engine is told; its fields carry their own defaults.
     engine: EngineConfig = field(default_factory=EngineConfig)
+    access: Access = Access()
     # How long running requests may go on after SIGTERM.
     grace_s: float = 30.0
     log_level: str = "info"
@@ -52,11 +77,29 @@ class Config:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_engine(self.engine)
+        if self.access.tokens and not (self.access.tls or self.access.insecure_tokens):
+            _check_loopback(self.host)
 
     @property
     def address(self) -> str:
         """host:port, with an IPv6 host in brackets."""
         return join_address(self.host, self.port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent to this host never leaves the machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_loopback(host: str) -> None:
+    if not is_loopback(host):
+        raise ConfigError(
+            f"host is {host!r} and tokens are wanted: without TLS they could be read on the way; "
+            "give tls-cert and tls-key, or insecure-tokens when something else encrypts"
+        )
 
 
 def join_address(host: str, port: int) -> str:
@@ -158,7 +201,34 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         log_level=given.log_level,
         log_format=given.log_format,
         events=given.events,
+        access=_access(given),
     )
+
+
+def _access(given: argparse.Namespace) -> Access:
+    return Access(
+        tls=_tls_files(given),
+        tokens=given.tokens,
+        insecure_tokens=given.insecure_tokens,
+        reflection=not given.no_reflection,
+        operator_calls=not given.no_operator_calls,
+    )
+
+
+def _tls_files(given: argparse.Namespace) -> TlsFiles | None:
+    cert, key, client_ca = given.tls_cert, given.tls_key, given.tls_client_ca
+    if cert and key:
+        return TlsFiles(cert, key, client_ca)
+    if cert or key or client_ca:
+        raise ConfigError(
+            f"tls-cert is {_shown(cert)}, tls-key is {_shown(key)} and tls-client-ca is "
+            f"{_shown(client_ca)}; TLS needs the first two"
+        )
+    return None
+
+
+def _shown(path: Path | None) -> str:
+    return "not given" if path is None else str(path)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,8 +252,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-level", choices=LOG_LEVELS, default=own.log_level, help="least level to log")
     add("--log-format", choices=LOG_FORMATS, default=own.log_format, help="form of log lines")
     add("--events", action="store_true", help="progress and readiness as JSON lines on stdout")
+    _add_access(parser)
     _add_engine(parser, own.engine)
     return parser
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tls-cert", type=Path, help="certificate chain of the port, in PEM")
+    add("--tls-key", type=Path, help="its key, in PEM")
+    add("--tls-client-ca", type=Path, help="clients must bring a certificate that this CA signed")
+    add("--tokens", type=Path, help="JSON or TOML file of bearer tokens; calls need one of them")
+    plain = "tokens may cross networks without TLS: something else encrypts"
+    add("--insecure-tokens", action="store_true", help=plain)
+    add("--no-reflection", action="store_true", help="do not describe the services to callers")
+    add("--no-operator-calls", action="store_true", help="do not serve ListSlots and FlushCache")
 
 
 def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:

@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from .auth import Gate
 from .config import MAX_MESSAGE_BYTES, ConfigError, join_address
 from .health import READINESS, HealthService
 
@@ -30,13 +31,20 @@ OPTIONS = [
 ]
 
 
-def make_server(health: HealthService) -> grpc.aio.Server:
+def make_server(
+    health: HealthService, gate: Gate | None = None, *, with_reflection: bool = True
+) -> grpc.aio.Server:
     """A server with health and reflection; the API's servicer is added by the caller."""
-    server = grpc.aio.server(options=OPTIONS)
+    server = grpc.aio.server(options=OPTIONS, interceptors=[gate] if gate else None)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    if with_reflection:
+        _add_reflection(server)
+    return server
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
     reflection.enable_server_reflection([READINESS, health_name, reflection.SERVICE_NAME], server)
-    return server
 
 
 async def bind(server: grpc.aio.Server, host: str, port: int) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterator
 
 import grpc
 
+from .auth import Callers, Gate
 from .config import Config
 from .engine import Engine
 from .engine_types import EngineState, LoadProgress
@@ -31,8 +32,9 @@ class Process:
     """Serves until a signal. The first SIGTERM or SIGINT drains, the second ends at once."""
 
     def __init__(self, config: Config) -> None:
-        """Must be made on a running event loop."""
+        """Must be made on a running event loop. ConfigError when the token file is not good."""
         self._config = config
+        self._callers = Callers(config.access.tokens)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._at_end = contextlib.ExitStack()
@@ -43,7 +45,9 @@ class Process:
         """Returns when all has ended. ConfigError, ModelFilesError or EngineFailedError when the
         service cannot start."""
         with self._signals():
-            server = make_server(self._health)
+            access = self._config.access
+            gate = Gate(self._callers, operator_calls=access.operator_calls)
+            server = make_server(self._health, gate, with_reflection=access.reflection)
             address = await bind(server, self._config.host, self._config.port)
             try:
                 await self._serve(server, address)
@@ -63,7 +67,7 @@ class Process:
         if model.constraints.refusal:
             log.warning("constraints are refused for this model: %s", model.constraints.refusal)
         service = InferenceService(model, self._engine)
-        add_inference(server, service, self._config.engine)
+        add_inference(server, service, self._config.engine, self._callers)
         await server.start()
         log.info("listening on %s; loading %s", address, self._config.model_dir)
         if not await self._or_stop(self._engine.start(), self._stop):

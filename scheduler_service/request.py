@@ -81,6 +81,14 @@ class Constraint(Protocol):
         none."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Bounds on the requests of one client. 0: no bound of its own."""
+
+    max_running: int = 0
+    max_waiting: int = 0
+
+
 @dataclass(slots=True)
 class Request:
     """One request, validated. The first block never changes, the scheduler writes the second."""

@@ -17,6 +17,7 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
+from .auth import Callers
 from .engine_types import EngineConfig
 from .errors import InvalidArgumentError, SlotwiseError
 from .request import FinishReason
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Turns messages into calls of the service, and its errors into statuses."""
 
-    def __init__(self, service: InferenceService, config: EngineConfig) -> None:
+    def __init__(self, service: InferenceService, config: EngineConfig, callers: Callers) -> None:
         self._service = service
         self._config = config
+        self._callers = callers
         self._version = importlib.metadata.version("slotwise")
         self._started_ns = service.engine.now_ns()
 
@@ -193,9 +195,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return await context.abort(code, message, metadata)
 
 
-def add_inference(server: grpc.aio.Server, service: InferenceService, config: EngineConfig) -> None:
-    """Makes a server answer slotwise.v1.Inference."""
-    servicer = InferenceServicer(service, config)
+def add_inference(
+    server: grpc.aio.Server,
+    service: InferenceService,
+    config: EngineConfig,
+    callers: Callers | None = None,
+) -> None:
+    """Makes a server answer slotwise.v1.Inference. callers None: they are not told apart."""
+    servicer = InferenceServicer(service, config, callers or Callers())
     described = pb.DESCRIPTOR.services_by_name["Inference"]
     handlers = {method.name: _handler(servicer, method) for method in described.methods}
     generic = grpc.method_handlers_generic_handler(described.full_name, handlers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -36,6 +37,9 @@ class CallContext(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None: it set none."""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        """What the client sent before its message; names are in lower case."""
 
 
 def to_status(error: SlotwiseError) -> tuple[grpc.StatusCode, str, Metadata]:
