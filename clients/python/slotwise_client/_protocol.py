@@ -260,7 +260,13 @@ def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
 
 def accepted(request_id: str, message: pb.Accepted) -> Accepted:
     """The first event of a stream."""
-    return Accepted(request_id, message.prompt_tokens, message.seed, message.queue_position)
+    return Accepted(
+        request_id,
+        message.prompt_tokens,
+        message.seed,
+        message.queue_position,
+        message.is_journaled,
+    )
 
 
 def finished(request_id: str, message: pb.Finished) -> Finished:

@@ -61,11 +61,38 @@ class CancelledError(SlotwiseError):
 
 
 class FailedPreconditionError(SlotwiseError):
-    """No token could continue the output under its constraint; another seed may do better."""
+    """No token could continue the output under its constraint; another seed may do better.
+
+    Of replay: the request still runs.
+    """
+
+
+class ExpiredError(FailedPreconditionError):
+    """The request ended too long ago; its tokens are forgotten."""
+
+
+class SetupDiffersError(FailedPreconditionError):
+    """A request cannot be replayed: the server is not set up as it was then."""
 
 
 class NotFoundError(SlotwiseError):
-    """No request of that id waits or runs."""
+    """No request of that id waits or runs, or is kept."""
+
+
+class OutOfRangeError(SlotwiseError):
+    """The request has not as many tokens."""
+
+
+class SupersededError(SlotwiseError):
+    """Another connection reads the request now."""
+
+
+class UnauthenticatedError(SlotwiseError):
+    """The call brought no token, or none that the server knows."""
+
+
+class PermissionDeniedError(SlotwiseError):
+    """The token is not good for this: the request is another caller's, the call an operator's."""
 
 
 class AlreadyExistsError(SlotwiseError):
@@ -76,6 +103,13 @@ class InternalError(SlotwiseError):
     """The server failed."""
 
 
+class AnswerChangedError(SlotwiseError):
+    """An answer that was computed anew is not the one that had begun.
+
+    The servers behind the name are not set up alike (`ServerInfo.setup`).
+    """
+
+
 BY_CODE: dict[grpc.StatusCode, type[SlotwiseError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
@@ -83,7 +117,17 @@ BY_CODE: dict[grpc.StatusCode, type[SlotwiseError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: FailedPreconditionError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.OUT_OF_RANGE: OutOfRangeError,
+    grpc.StatusCode.ABORTED: SupersededError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.INTERNAL: InternalError,
+}
+
+# Of google.rpc.ErrorInfo, where the code alone does not tell.
+BY_REASON: dict[str, type[SlotwiseError]] = {
+    "EXPIRED_REQUEST": ExpiredError,
+    "SETUP_DIFFERS": SetupDiffersError,
 }
 
 
@@ -101,7 +145,8 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> SlotwiseError:
         return QueueFullError(message, _retry_after(details))
     if code is grpc.StatusCode.UNAVAILABLE and not details:
         message = f"no answer from {target}: {message}"
-    return BY_CODE.get(code, SlotwiseError)(message, code)
+    kind = BY_REASON.get(_reason(details)) or BY_CODE.get(code, SlotwiseError)
+    return kind(message, code)
 
 
 def _details(error: grpc.RpcError) -> list[object]:
@@ -126,6 +171,11 @@ def _violations(details: list[object]) -> tuple[FieldViolation, ...]:
         if isinstance(detail, error_details_pb2.BadRequest)
         for violation in detail.field_violations
     )
+
+
+def _reason(details: list[object]) -> str:
+    infos = (detail for detail in details if isinstance(detail, error_details_pb2.ErrorInfo))
+    return next((info.reason for info in infos), "")
 
 
 def _retry_after(details: list[object]) -> float | None:

@@ -63,6 +63,29 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Setup:
+    """What an answer's bits depend on besides its request: equal set-ups give equal tokens."""
+
+    fingerprint: str
+    version: str
+    build: str
+    weight_dtype: str
+    kv_dtype: str
+    device_name: str
+    world_size: int
+    front: str
+
+
+class JournalState(StrEnum):
+    """FAILING: it cannot be written. UNSPECIFIED stands for a state this client does not know."""
+
+    UNSPECIFIED = "unspecified"
+    OFF = "off"
+    ON = "on"
+    FAILING = "failing"
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """How the server is set up."""
 
@@ -77,6 +100,10 @@ class ServerInfo:
     uptime_ns: int
     max_running: int
     prefix_reuse: str
+    setup: Setup
+    retention_ms: int
+    max_attach_window_ms: int
+    journal: JournalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,8 @@ class Counters:
     rejected_invalid: int
     rejected_full: int
     rejected_unavailable: int
+    poisoned: int
+    slow_reader: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +156,9 @@ class Load:
     decode_step_ns: int
     max_running: int
     prefix_cache: PrefixCache
+    num_unread: int
+    num_recoveries: int
+    num_resumed: int
 
 
 class SlotState(StrEnum):

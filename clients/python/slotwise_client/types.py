@@ -110,16 +110,21 @@ class GenerateOptions(TypedDict, total=False):
     n: int
     cache_salt: str
     parse_output: bool
+    attach_window_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """First event of a stream: the request is valid and queued."""
+    """First event of a stream: the request is valid and queued.
+
+    `is_journaled`: it goes on after the server's death and restart.
+    """
 
     request_id: str
     prompt_tokens: int
     seed: int
     queue_position: int
+    is_journaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

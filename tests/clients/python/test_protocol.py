@@ -25,6 +25,7 @@ from slotwise_client import (
     Sampling,
     SelfTest,
     ServerInfo,
+    Setup,
     Slot,
     SlotState,
     Timings,
@@ -93,6 +94,7 @@ def test_every_option_reaches_its_field():
         "n": 3,
         "cache_salt": "s",
         "parse_output": True,
+        "attach_window_ms": 7,
     }
     others = {"json_schema", "json_object", "grammar", "choice"}
     assert options.keys() | others == GenerateOptions.__annotations__.keys()
@@ -125,6 +127,7 @@ def test_every_option_reaches_its_field():
         n=3,
         cache_salt="s",
         parse_output=True,
+        attach_window_ms=7,
     )
 
 
@@ -237,6 +240,7 @@ MIRRORS = [
     (SelfTest, pb.SelfTest),
     (Worker, pb.WorkerInfo),
     (ServerInfo, pb.GetServerInfoResponse),
+    (Setup, pb.Setup),
     (Counters, pb.RequestCounters),
     (Load, pb.GetLoadResponse),
     (Slot, pb.Slot),
