@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from .engine_types import EngineConfig
+from .engine_types import EngineConfig, WorkersTls
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -115,6 +115,11 @@ def _check_engine(engine: EngineConfig) -> None:
         )
     if not engine.worker_addresses and not engine.model_dir:
         raise ConfigError("neither worker addresses nor a model folder is given")
+    if engine.workers_tls and all(a.startswith("unix:") for a in engine.worker_addresses):
+        raise ConfigError(
+            "workers_tls is given and no worker is dialled over TCP; Unix sockets and spawned "
+            "workers need none, leave it out"
+        )
     _check_range("num_slots", engine.num_slots, 1, (1 << 32) - 1)
     _check_range("max_running", engine.max_running, 0, engine.num_slots)
     _check_range("max_seq_len", engine.max_seq_len, 0, 1 << 24)
@@ -176,6 +181,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         device=given.device,
         num_threads=given.threads,
         rendezvous_address=given.rendezvous,
+        workers_tls=_workers_tls(given),
         num_slots=given.num_slots,
         max_running=given.max_running,
         max_seq_len=given.max_seq_len,
@@ -227,6 +233,16 @@ def _tls_files(given: argparse.Namespace) -> TlsFiles | None:
     return None
 
 
+def _workers_tls(given: argparse.Namespace) -> WorkersTls | None:
+    ca, cert, key = given.workers_tls_ca, given.workers_tls_cert, given.workers_tls_key
+    if bool(cert) != bool(key) or (cert and not ca):
+        raise ConfigError(
+            f"workers-tls-ca is {_shown(ca)}, workers-tls-cert is {_shown(cert)} and "
+            f"workers-tls-key is {_shown(key)}; TLS needs the first, and the other two together"
+        )
+    return WorkersTls(str(ca), str(cert or ""), str(key or "")) if ca else None
+
+
 def _shown(path: Path | None) -> str:
     return "not given" if path is None else str(path)
 
@@ -273,6 +289,9 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add = parser.add_argument
     add("--tp", type=int, help="tensor-parallel ranks; default: one, or one per given worker")
     add("--workers", default="", help="running workers in rank order: host:port,unix:/path,...")
+    add("--workers-tls-ca", type=Path, help="CA of the workers' certificates, in PEM")
+    add("--workers-tls-cert", type=Path, help="certificate that workers are shown, in PEM")
+    add("--workers-tls-key", type=Path, help="its key, in PEM")
     add("--rendezvous", default=own.rendezvous_address, help="host:port where the ranks meet")
     add("--device", choices=DEVICES, default=own.device, help="of spawned workers")
     add(

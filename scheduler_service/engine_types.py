@@ -14,6 +14,17 @@ class EngineFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersTls:
+    """Paths of PEM files for the connections to workers over TCP."""
+
+    # What signed the workers' certificates.
+    ca: str
+    # Our own, for workers that ask for one; both or none ("").
+    cert: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of an engine. Either `worker_addresses` (running workers, in rank order) or
     `model_dir` (the engine spawns the workers itself) is given."""
@@ -22,6 +33,8 @@ class EngineConfig:
     # "unix:/path.sock" or "host:port", one per rank; empty: spawn the workers.
     worker_addresses: tuple[str, ...] = ()
     model_dir: str = ""
+    # None: connections to workers over TCP are plain.
+    workers_tls: WorkersTls | None = None
     # Where spawned workers run: "cpu", "cuda" (rank r on device r), "auto" (the worker's choice).
     device: str = "auto"
     # Threads of each spawned worker; 0: cores // world_size, at least 1.

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from .auth import Gate
 from .config import MAX_MESSAGE_BYTES, ConfigError, join_address
 from .health import READINESS, HealthService
+from .readable import Readable
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -35,7 +36,8 @@ def make_server(
     health: HealthService, gate: Gate | None = None, *, with_reflection: bool = True
 ) -> grpc.aio.Server:
     """A server with health and reflection; the API's servicer is added by the caller."""
-    server = grpc.aio.server(options=OPTIONS, interceptors=[gate] if gate else None)
+    interceptors = [gate, Readable()] if gate else [Readable()]
+    server = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if with_reflection:
         _add_reflection(server)
@@ -47,12 +49,23 @@ def _add_reflection(server: grpc.aio.Server) -> None:
     reflection.enable_server_reflection([READINESS, health_name, reflection.SERVICE_NAME], server)
 
 
-async def bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Opens the port and gives host:port as clients can dial it. ConfigError says why not."""
+async def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+) -> str:
+    """Opens the port and gives host:port as clients can dial it. ConfigError says why not.
+
+    credentials None: without TLS.
+    """
     await _check_port(host, port)
     address = join_address(host, port)
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from error
     return join_address(host, bound)

@@ -21,6 +21,7 @@ from .health import HealthService
 from .listener import bind, make_server
 from .server import add_inference
 from .service import InferenceService, load_model
+from .tls import server_credentials
 
 # After the last request has ended: time for its last message to reach a slow client.
 LAST_MESSAGES_S = 2.0
@@ -48,7 +49,8 @@ class Process:
             access = self._config.access
             gate = Gate(self._callers, operator_calls=access.operator_calls)
             server = make_server(self._health, gate, with_reflection=access.reflection)
-            address = await bind(server, self._config.host, self._config.port)
+            credentials = server_credentials(access.tls) if access.tls else None
+            address = await bind(server, self._config.host, self._config.port, credentials)
             try:
                 await self._serve(server, address)
             finally:
