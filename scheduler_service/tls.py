@@ -6,6 +6,7 @@ import contextlib
 import logging
 import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -32,8 +33,14 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
-def worker_credentials(files: WorkersTls) -> grpc.ChannelCredentials:
-    """For one connection to a worker, from the files as they are now. ConfigError."""
+def worker_credentials(files: WorkersTls) -> Callable[[], grpc.ChannelCredentials]:
+    """Gives the credentials for a new connection to a worker; the files as of server_credentials.
+    ConfigError."""
+    paths = [Path(path) for path in (files.ca, files.cert, files.key) if path]
+    return Reloaded(paths, lambda: _read_client(files)).get
+
+
+def _read_client(files: WorkersTls) -> grpc.ChannelCredentials:
     ca = read_file(Path(files.ca), is_secret=False)
     _check_ca(Path(files.ca), ca)
     if not files.cert:

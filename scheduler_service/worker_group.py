@@ -13,6 +13,7 @@ from .errors import GroupError, SetupError, WorkerLostError
 from .slots import WARM_UP_GENERATION
 from .step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
 from .supervisor import Supervisor, worker_command
+from .tls import worker_credentials
 from .worker_pool import WorkerPool
 
 NUM_WARM_UP_STEPS = 2
@@ -57,9 +58,11 @@ class WorkerGroup:
         on_progress: Callable[[LoadProgress], None],
         supervisor: Supervisor | None = None,
     ) -> None:
-        """`supervisor` replaces the usual one, of `python -m worker` processes."""
+        """`supervisor` replaces the usual one, of `python -m worker` processes. ConfigError when
+        the files of workers_tls are not good."""
         self._config = config
         self._on_progress = on_progress
+        self._credentials = worker_credentials(config.workers_tls) if config.workers_tls else None
         self._pool: WorkerPool | None = None
         self._supervisor = supervisor
         if supervisor is None and not config.worker_addresses:
@@ -82,7 +85,7 @@ class WorkerGroup:
         addresses = self._config.worker_addresses
         if self._supervisor is not None:
             addresses = await self._supervisor.spawn()
-        self._pool = WorkerPool(self._config, addresses, epoch)
+        self._pool = WorkerPool(self._config, addresses, epoch, self._credentials)
         return await self._unless_worker_exits(self._configure_and_warm_up(self._pool, epoch))
 
     def send(self, command: StepCommand) -> None:

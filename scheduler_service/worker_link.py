@@ -19,6 +19,7 @@ from .step import StepResult
 from .worker_messages import Response, read_response
 
 Deliver = Callable[[int, StepResult | GroupError], None]
+Credentials = Callable[[], grpc.ChannelCredentials]
 
 
 def _channel_options(address: str) -> list[tuple[str, int]]:
@@ -41,12 +42,24 @@ def _channel_options(address: str) -> list[tuple[str, int]]:
 class WorkerLink:
     """One rank's Run stream. After `configure`, results and the stream's end go to `deliver`."""
 
-    def __init__(self, rank: int, address: str, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        deliver: Deliver,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """credentials: of a connection over TCP; None: it is plain, as Unix sockets always are."""
         self.rank = rank
         self.address = address
         self._deliver = deliver
         self._requests: asyncio.Queue[pb.RunRequest] = asyncio.Queue()
-        self._channel = grpc.aio.insecure_channel(address, options=_channel_options(address))
+        self._is_secure = credentials is not None and not address.startswith("unix:")
+        options = _channel_options(address)
+        if credentials is not None and self._is_secure:
+            self._channel = grpc.aio.secure_channel(address, credentials(), options=options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
         self._call: grpc.aio.StreamStreamCall | None = None
         self._writer: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -65,7 +78,7 @@ class WorkerLink:
         """
         try:
             async with asyncio.timeout(connect_timeout_s):
-                await self._channel.channel_ready()
+                await self._connect()
         except TimeoutError:
             raise self._lost(
                 f"cannot be reached at {self.address} within {connect_timeout_s:g} s"
@@ -93,6 +106,26 @@ class WorkerLink:
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
+
+    async def _connect(self) -> None:
+        """Waits until the worker listens. A handshake that fails is no matter of waiting."""
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            if state is grpc.ChannelConnectivity.READY:
+                return
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and self._is_secure:
+                await self._check_handshake()
+            await self._channel.wait_for_state_change(state)
+
+    async def _check_handshake(self) -> None:
+        """WorkerLostError, with the words of a call, when TLS is why there is no connection."""
+        call = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            await call(b"", wait_for_ready=False)
+        except grpc.aio.AioRpcError as error:
+            details = error.details() or ""
+            if "handshake" in details.lower():
+                raise self._error_of_status(error) from error
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         # A stream that broke raises on write; the reader learns of it too, and tells why.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from .engine_types import EngineConfig, EngineInfo, Geometry, LoadProgress, WorkerConfigured
 from .errors import DigestMismatchError, GroupError, SetupError, WorkerLostError
 from .step import StepCommand, StepResult
-from .worker_link import WorkerLink
+from .worker_link import Credentials, WorkerLink
 from .worker_messages import configure_message, step_message
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,14 @@ def choose_rendezvous(config: EngineConfig, addresses: Sequence[str]) -> str:
 class WorkerPool:
     """One life of the group: `connect` once, then send and receive, until a GroupError; `close`."""
 
-    def __init__(self, config: EngineConfig, addresses: Sequence[str], epoch: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        addresses: Sequence[str],
+        epoch: int,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """credentials None: connections over TCP are plain."""
         self._config = config
         self._epoch = epoch
         self._arrived: asyncio.Queue[tuple[int, StepResult | GroupError]] = asyncio.Queue()
@@ -150,7 +157,8 @@ class WorkerPool:
         # Known once the ranks are configured.
         self._vocab_size = 0
         self._links = [
-            WorkerLink(rank, address, self._deliver) for rank, address in enumerate(addresses)
+            WorkerLink(rank, address, self._deliver, credentials)
+            for rank, address in enumerate(addresses)
         ]
 
     async def connect(
