@@ -21,7 +21,7 @@ import torch
 import uvloop
 
 from worker import bench, bench_kernels, device
-from worker.config import WorkerConfig
+from worker.config import TlsFiles, WorkerConfig
 from worker.errors import WorkerError
 from worker.rank import Rank
 from worker.server import start_server
@@ -66,6 +66,11 @@ def _parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the parent process ends"
     )
+    parser.add_argument("--tls-cert", type=Path, help="certificate chain of a TCP port, in PEM")
+    parser.add_argument("--tls-key", type=Path, help="its key, in PEM")
+    parser.add_argument(
+        "--tls-client-ca", type=Path, help="schedulers must bring a certificate that it signed"
+    )
     parsed = parser.parse_args(arguments)
     return WorkerConfig(
         listen=parsed.listen,
@@ -73,7 +78,16 @@ def _parse(arguments: list[str]) -> WorkerConfig:
         num_threads=parsed.threads,
         device=parsed.device,
         exit_with_parent=parsed.exit_with_parent,
+        tls=_tls_files(parsed),
     )
+
+
+def _tls_files(parsed: argparse.Namespace) -> TlsFiles | None:
+    if parsed.tls_cert and parsed.tls_key:
+        return TlsFiles(parsed.tls_cert, parsed.tls_key, parsed.tls_client_ca)
+    if parsed.tls_cert or parsed.tls_key or parsed.tls_client_ca:
+        raise ValueError("TLS needs both --tls-cert and --tls-key")
+    return None
 
 
 async def _serve(config: WorkerConfig) -> None:
@@ -83,8 +97,14 @@ async def _serve(config: WorkerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     rank = Rank(config.model_dir, config.num_threads, config.device)
-    server, servicer, address = await start_server(config.listen, rank, _exit_stuck)
+    server, servicer, address = await start_server(config.listen, rank, _exit_stuck, tls=config.tls)
     _LOG.info("listening on %s", address)
+    if config.is_exposed:
+        _LOG.warning(
+            "whoever reaches %s may use this worker: give --tls-cert, --tls-key and "
+            "--tls-client-ca, or keep the network to yourself",
+            address,
+        )
     await stop.wait()
     await server.stop(grace=0)
     await servicer.close()

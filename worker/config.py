@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,15 @@ RELEASE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Of a port that speaks TLS, in PEM. With `client_ca`, schedulers must bring a certificate."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """What does not come with Configure: where to listen, what to serve, on which threads."""
 
@@ -35,6 +45,8 @@ class WorkerConfig:
     num_threads: int
     device: str = "auto"
     exit_with_parent: bool = False
+    # None: plain TCP. A Unix socket has none.
+    tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
@@ -44,6 +56,19 @@ class WorkerConfig:
         if self.num_threads < 1:
             raise ValueError(f"--threads must be at least 1, not {self.num_threads}")
         check_listen(self.listen)
+        if self.tls and self.listen.startswith("unix:"):
+            raise ValueError(f"--tls-cert is given and --listen is {self.listen}; it needs no TLS")
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whoever reaches the port over a network may take this worker over."""
+        if self.listen.startswith("unix:") or (self.tls and self.tls.client_ca):
+            return False
+        host = self.listen.rpartition(":")[0].strip("[]")
+        try:
+            return not ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host != "localhost"
 
 
 def check_listen(address: str) -> None:

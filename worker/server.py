@@ -32,11 +32,12 @@ from worker.batch import (
     StepResult,
     TokenLogprobs,
 )
-from worker.config import GRPC_OPTIONS, RELEASE_TIMEOUT_S
+from worker.config import GRPC_OPTIONS, RELEASE_TIMEOUT_S, TlsFiles
 from worker.errors import ProtocolError, WorkerError
 from worker.pipeline import Pipeline
 from worker.rank import Rank, RankInfo, RankSetup
 from worker.self_test import PrefixReuse
+from worker.tls import server_credentials
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 0.25
@@ -199,11 +200,14 @@ async def start_server(
     rank: Rank,
     on_stuck: Callable[[str], None],
     release_timeout_s: float = RELEASE_TIMEOUT_S,
+    tls: TlsFiles | None = None,
 ) -> tuple[grpc.aio.Server, WorkerServicer, str]:
     """Binds `listen` and serves; the third value is the address with the port really taken.
 
-    Raises OSError when the address is in use or cannot be bound.
+    Raises OSError when the address is in use or cannot be bound, ValueError when the TLS files are
+    not good.
     """
+    credentials = server_credentials(tls) if tls else None
     device.refuse_live_socket(listen)
     server = grpc.aio.server(options=GRPC_OPTIONS)
     health = health_aio.HealthServicer()
@@ -217,7 +221,10 @@ async def start_server(
     )
     reflection.enable_server_reflection(names, server)
     try:
-        port = server.add_insecure_port(listen)
+        if credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {listen}: in use or not permitted") from error
     await server.start()
