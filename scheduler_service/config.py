@@ -46,6 +46,10 @@ class Access:
     reflection: bool = True
     operator_calls: bool = True
 
+    @property
+    def has_client_ca(self) -> bool:
+        return self.tls is not None and self.tls.client_ca is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Config:

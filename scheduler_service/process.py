@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterator
 import grpc
 
 from .auth import Callers, Gate
-from .config import Config
+from .config import Config, is_loopback
 from .engine import Engine
 from .engine_types import EngineState, LoadProgress
 from .health import HealthService
@@ -22,6 +22,7 @@ from .listener import bind, make_server
 from .server import add_inference
 from .service import InferenceService, load_model
 from .tls import server_credentials
+from .worker_pool import is_local
 
 # After the last request has ended: time for its last message to reach a slow client.
 LAST_MESSAGES_S = 2.0
@@ -49,6 +50,7 @@ class Process:
             access = self._config.access
             gate = Gate(self._callers, operator_calls=access.operator_calls)
             server = make_server(self._health, gate, with_reflection=access.reflection)
+            self._warn_of_open_ports()
             credentials = server_credentials(access.tls) if access.tls else None
             address = await bind(server, self._config.host, self._config.port, credentials)
             try:
@@ -79,12 +81,49 @@ class Process:
         # All that is here stays, and one collection of it would hold every request up for 15 ms.
         gc.collect()
         gc.freeze()
-        self._tell(event="ready", address=address, model=model.info.name)
+        self._tell(event="ready", address=address, **self._facts(model.info.name))
         log.info("ready: %s on %s", model.info.name, address)
         await self._stop.wait()
         log.info("draining: running requests may take %g s more", self._config.grace_s)
         await self._or_stop(self._drain(server, service), self._stop_now)
         log.info("ended")
+
+    def _facts(self, model: str) -> dict[str, object]:
+        """For the line of whoever started the process, who may have no way to call the port."""
+        info = self._engine.info()
+        return {
+            "model": model,
+            "num_slots": info.geometry.num_slots,
+            "max_running": info.geometry.max_running,
+            "max_seq_len": info.geometry.max_seq_len,
+            "device": info.workers[0].device,
+            "weight_dtype": info.geometry.weight_dtype,
+            "kv_dtype": info.geometry.kv_dtype,
+            "tp": len(info.workers),
+        }
+
+    def _warn_of_open_ports(self) -> None:
+        config = self._config
+        access, workers_tls = config.access, config.engine.workers_tls
+        if not is_loopback(config.host) and not access.tls:
+            log.warning(
+                "%s is open to networks without TLS: what is asked and answered can be read on the "
+                "way; give --tls-cert and --tls-key",
+                config.host,
+            )
+        if not is_loopback(config.host) and not access.tokens and not access.has_client_ca:
+            log.warning(
+                "%s is open to networks and nobody is asked who he is; give --tokens or "
+                "--tls-client-ca",
+                config.host,
+            )
+        for address in config.engine.worker_addresses:
+            if workers_tls is None and not is_local(address):
+                log.warning(
+                    "the connection to the worker at %s is plain: it can be read and changed on "
+                    "the way; give --workers-tls-ca, or keep the network to yourself",
+                    address,
+                )
 
     async def _drain(self, server: grpc.aio.Server, service: InferenceService) -> None:
         # Whose constraint is not compiled yet would be refused after that.

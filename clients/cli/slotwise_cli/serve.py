@@ -6,14 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
-
-from slotwise_client import Client, UnavailableError
 
 from .demo_model import ensure_demo_model
 from .output import CliError, Output, Report
@@ -73,6 +71,25 @@ def serve(
     recovery_timeout: Annotated[
         float | None, typer.Option(help="Seconds that streams wait for new workers [60].")
     ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(help="Certificate chain of the port, in PEM.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its key, in PEM.")] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(help="Clients must bring a certificate that this CA signed.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="JSON or TOML file of bearer tokens; calls need one.")
+    ] = None,
+    insecure_tokens: Annotated[
+        bool, typer.Option("--insecure-tokens", help="Tokens may cross networks without TLS.")
+    ] = False,
+    no_reflection: Annotated[
+        bool, typer.Option("--no-reflection", help="Do not describe the services to callers.")
+    ] = False,
+    no_operator_calls: Annotated[
+        bool, typer.Option("--no-operator-calls", help="Do not serve ListSlots and FlushCache.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str | None, typer.Option(help="text or json \\[text].")] = None,
     as_json: JsonFlag = False,
@@ -96,6 +113,13 @@ def serve(
         grace=grace,
         worker_timeout=worker_timeout,
         recovery_timeout=recovery_timeout,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        tokens=tokens,
+        insecure_tokens=insecure_tokens,
+        no_reflection=no_reflection,
+        no_operator_calls=no_operator_calls,
         log_level=log_level,
         log_format=log_format,
     )
@@ -106,9 +130,7 @@ def serve(
         ready = _follow_until_ready(server, output)
         if ready is None:
             return
-        # A server that was told to end in this moment answers no more; its status follows.
-        with suppress(UnavailableError):
-            _announce(ready, time.monotonic() - started, output)
+        _announce(ready, time.monotonic() - started, output)
         for event in server.events():
             if as_json:
                 output.json(event)
@@ -120,8 +142,11 @@ def server_flags(**settings: str | float | None) -> list[str]:
     """Flags for the scheduler from what was set; the rest keeps the defaults it has there."""
     flags: list[str] = []
     for name, value in settings.items():
-        if value is not None:
-            flags += ["--" + name.replace("_", "-"), str(value)]
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            flags += [flag, str(value)]
     return flags
 
 
@@ -140,30 +165,15 @@ def _follow_until_ready(server: ServerProcess, output: Output) -> Event | None:
 
 
 def _announce(ready: Event, seconds: float, output: Output) -> None:
-    address = str(ready["address"])
-    with Client(address) as client:
-        info = client.server_info(timeout=10)
-        model = client.model_info(timeout=10)
-    first = info.workers[0]
-    facts = {
-        "model": model.name,
-        "num_slots": info.num_slots,
-        "max_running": info.max_running,
-        "max_seq_len": info.max_seq_len,
-        "device": first.device,
-        "weight_dtype": first.weight_dtype,
-        "kv_dtype": first.kv_dtype,
-        "tp": len(info.workers),
-        "seconds": round(seconds, 2),
-    }
     if output.as_json:
-        output.json({**ready, **facts})
+        output.json({**ready, "seconds": round(seconds, 2)})
         return
-    running = "" if info.max_running == info.num_slots else f"{info.max_running} run at once, "
+    num_slots, max_running = ready["num_slots"], ready["max_running"]
+    running = "" if max_running == num_slots else f"{max_running} run at once, "
     output.line(
-        f"Slotwise ready: {model.name} on {address} ({info.num_slots} slots x {info.max_seq_len} "
-        f"tokens, {running}{first.device}, {first.weight_dtype}, TP {len(info.workers)}, "
-        f"{seconds:.1f} s)"
+        f"Slotwise ready: {ready['model']} on {ready['address']} ({num_slots} slots x "
+        f"{ready['max_seq_len']} tokens, {running}{ready['device']}, {ready['weight_dtype']}, "
+        f"TP {ready['tp']}, {seconds:.1f} s)"
     )
 
 
