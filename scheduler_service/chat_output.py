@@ -74,6 +74,9 @@ class OutputPiece:
         )
 
 
+NOTHING = OutputPiece()
+
+
 class OutputParser(Protocol):
     """Reads one answer. However its text is cut, the joined pieces are the same."""
 

@@ -52,6 +52,21 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
+class Keeping:
+    """What is kept of calls, for how long."""
+
+    # Folder of the journal; None: nothing outlives the process.
+    journal: Path | None = None
+    journal_max_bytes: int = 1 << 30
+    # Of ended calls, in memory and in the journal.
+    retention_s: float = 300.0
+    # The most that a call may go on without a reader.
+    max_window_s: float = 300.0
+    # How long a client may read nothing of what is sent to it.
+    slow_reader_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that the process is told. ConfigError when a value makes no sense."""
 
@@ -64,6 +79,7 @@ class Config:
     # What the engine is told; its fields carry their own defaults.
     engine: EngineConfig = field(default_factory=EngineConfig)
     access: Access = Access()
+    keeping: Keeping = Keeping()
     # How long running requests may go on after SIGTERM.
     grace_s: float = 30.0
     log_level: str = "info"
@@ -81,6 +97,10 @@ class Config:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_engine(self.engine)
+        _check_range("journal_max_mb", self.keeping.journal_max_bytes >> 20, 1, 1 << 20)
+        _check_seconds("retention", self.keeping.retention_s, 0)
+        _check_seconds("max_attach_window", self.keeping.max_window_s, 0)
+        _check_seconds("slow_reader_timeout", self.keeping.slow_reader_s, 0.001)
         if self.access.tokens and not (self.access.tls or self.access.insecure_tokens):
             _check_loopback(self.host)
 
@@ -212,6 +232,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         log_format=given.log_format,
         events=given.events,
         access=_access(given),
+        keeping=Keeping(
+            journal=given.journal,
+            journal_max_bytes=given.journal_max_mb << 20,
+            retention_s=given.retention,
+            max_window_s=given.max_attach_window,
+            slow_reader_s=given.slow_reader_timeout,
+        ),
     )
 
 
@@ -272,9 +299,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-level", choices=LOG_LEVELS, default=own.log_level, help="least level to log")
     add("--log-format", choices=LOG_FORMATS, default=own.log_format, help="form of log lines")
     add("--events", action="store_true", help="progress and readiness as JSON lines on stdout")
+    _add_keeping(parser, own.keeping)
     _add_access(parser)
     _add_engine(parser, own.engine)
     return parser
+
+
+def _add_keeping(parser: argparse.ArgumentParser, own: Keeping) -> None:
+    add = parser.add_argument
+    journal = "folder of the journal: requests go on after a restart; default: none"
+    add("--journal", type=Path, help=journal)
+    size = own.journal_max_bytes >> 20
+    add("--journal-max-mb", type=int, default=size, help="size of the journal, in MiB")
+    retention = "seconds for which an ended request can still be attached to"
+    add("--retention", type=float, default=own.retention_s, help=retention)
+    window = "the most seconds that a request may go on when its connection is lost"
+    add("--max-attach-window", type=float, default=own.max_window_s, help=window)
+    slow = "seconds after which a client that reads nothing is cut off"
+    add("--slow-reader-timeout", type=float, default=own.slow_reader_s, help=slow)
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:

@@ -65,6 +65,7 @@ class Engine:
         self._ready = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._num_fruitless_epochs = 0
+        self._num_recoveries = 0
 
     @property
     def state(self) -> EngineState:
@@ -118,6 +119,22 @@ class Engine:
         loop.pump_soon()
         return self._streams.open(requests, queue_position)
 
+    def resume(self, requests: Sequence[Request], stream: RequestStream) -> None:
+        """Goes on with requests of a former life, from the tokens that they have; events go to
+        the stream. Errors as of `submit`, but for the bounds of the queue, which were kept then."""
+        refusal = _REFUSALS.get(self._state)
+        if refusal is not None:
+            raise UnavailableError(refusal)
+        loop = self._started_loop()
+        ended = loop.scheduler.resume(requests, self.now_ns())
+        self._streams.add(requests, stream)
+        self._streams.tell(ended)
+        loop.pump_soon()
+
+    def redirect(self, stream: RequestStream) -> None:
+        """Events of the stream's call go to it from now on, in its former stream's place."""
+        self._streams.redirect(stream)
+
     def cancel(self, call_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends all answers to a call, in whatever phase; its stream gets their FinishedEvents at
         once.
@@ -168,6 +185,7 @@ class Engine:
             max_total_tokens=geometry.num_slots * geometry.max_seq_len,
             num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
             counters=scheduler.counters,
+            num_recoveries=self._num_recoveries,
             engine_silence_ns=loop.silence_ns,
         )
 
@@ -243,6 +261,7 @@ class Engine:
             await self._starter.restart()
         finally:
             give_up.cancel()
+        self._num_recoveries += 1
         _log.info("the worker group is back, epoch %d", self._starter.epoch)
 
     def _give_up(self) -> None:

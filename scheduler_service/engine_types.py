@@ -195,5 +195,7 @@ class Load:
     # Prompt tokens accepted and not yet computed, waiting requests included.
     num_pending_prefill_tokens: int
     counters: Counters
+    # Times that the workers were lost and came back.
+    num_recoveries: int
     # Time since the last result while commands are outstanding or a recovery runs; 0 when idle.
     engine_silence_ns: int

@@ -87,6 +87,12 @@ class ExpiredRequestError(SlotwiseError):
     status = "FAILED_PRECONDITION"
 
 
+class NotEndedError(SlotwiseError):
+    """The request still waits or runs."""
+
+    status = "FAILED_PRECONDITION"
+
+
 class SetupDiffersError(SlotwiseError):
     """The server is set up in another way than when the request ran: its bits may differ."""
 
@@ -97,6 +103,12 @@ class OutOfRangeError(SlotwiseError):
     """An index beyond the request's tokens."""
 
     status = "OUT_OF_RANGE"
+
+
+class SlowReaderError(SlotwiseError):
+    """The client does not read what is sent to it."""
+
+    status = "ABORTED"
 
 
 class SupersededError(SlotwiseError):

@@ -103,6 +103,8 @@ class GenerateCall:
     n: int | None = None
     cache_salt: str | None = None
     parse_output: bool = False
+    # How long the call goes on without a reader.
+    attach_window_s: float = 0.0
 
     @property
     def is_chat(self) -> bool:

@@ -14,7 +14,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from slotwise.v1 import inference_pb2 as pb
 
-from .answers import End, Update
+from .answers import End, ReadFrom, Update
+from .calls import Call, Generation
+from .chat_output import NOTHING, OutputPiece
 from .engine_types import EngineInfo, Load
 from .errors import InvalidArgumentError
 from .generate_call import (
@@ -30,8 +32,9 @@ from .generate_call import (
 )
 from .logprobs import TokenLogprob, TokenLogprobs
 from .model_files import ModelInfo
+from .record import CallRecord, JournalState, Setup
 from .request import FinishReason
-from .service import Generation, Rejections
+from .service import InferenceService
 from .slots import SlotView
 from .validation import MAX_BIASES, MAX_CHOICES, MAX_STOP_IDS, MAX_STOPS
 
@@ -45,6 +48,11 @@ MAX_MESSAGES = 1 << 14
 MAX_IDS = 1 << 22
 MAX_KWARGS_CHARS = 1 << 20
 MAX_TOOLS = 1024
+JOURNAL_STATES = {
+    JournalState.OFF: pb.JOURNAL_STATE_OFF,
+    JournalState.ON: pb.JOURNAL_STATE_ON,
+    JournalState.FAILING: pb.JOURNAL_STATE_FAILING,
+}
 SLOT_STATES = {
     "free": pb.SLOT_STATE_FREE,
     "prefill": pb.SLOT_STATE_PREFILL,
@@ -124,6 +132,60 @@ def generate_call(request: pb.GenerateRequest) -> GenerateCall:
         n=_or_none(request, "n"),
         cache_salt=_or_none(request, "cache_salt"),
         parse_output=request.parse_output,
+        attach_window_s=request.attach_window_ms / 1e3,
+    )
+
+
+def kept(request: pb.GenerateRequest) -> bytes:
+    """What a record keeps of a request; the prompt's ids are kept elsewhere."""
+    kind = request.WhichOneof("input")
+    if kind == "chat":
+        return request.SerializeToString()
+    short = pb.GenerateRequest()
+    short.CopyFrom(request)
+    short.ClearField(kind or "text")
+    if kind == "text":
+        short.text = ""
+    else:
+        short.token_ids.SetInParent()
+    return short.SerializeToString()
+
+
+def recorded_call(record: CallRecord) -> GenerateCall:
+    """What a call asked for, but for a prompt in ids or text."""
+    return generate_call(pb.GenerateRequest.FromString(record.request))
+
+
+def places(request: pb.AttachRequest) -> list[ReadFrom]:
+    """Where to go on in each answer that the request names."""
+    of_prompt = request.next_prompt_token_index
+    others = [ReadFrom(index) for index in request.other_next_token_indices]
+    return [ReadFrom(request.next_token_index, of_prompt), *others]
+
+
+def setup(found: Setup) -> pb.Setup:
+    return pb.Setup(**asdict(found))
+
+
+def request_record(call: Call) -> pb.RequestRecord:
+    record = call.record
+    answers = []
+    for answer in call.logs():
+        assert answer.end is not None
+        answers.append(
+            pb.RecordedAnswer(
+                token_ids=answer.token_ids[: answer.end.num_generated_tokens],
+                finish_reason=REASONS.get(answer.end.reason, pb.FINISH_REASON_UNSPECIFIED),
+            )
+        )
+    return pb.RequestRecord(
+        request_id=record.call_id,
+        request=pb.GenerateRequest.FromString(record.request),
+        prompt_token_ids=record.prompt_token_ids,
+        seed=record.seed,
+        setup=setup(record.setup),
+        answers=answers,
+        accepted_unix_ns=record.accepted_unix_ns,
     )
 
 
@@ -185,30 +247,41 @@ def _chat_message(message: pb.ChatMessage) -> ChatMessage:
     )
 
 
-def accepted(generation: Generation) -> pb.Accepted:
+def accepted(generation: Generation, *, is_journaled: bool) -> pb.Accepted:
     return pb.Accepted(
         prompt_tokens=len(generation.request.prompt_token_ids),
         seed=generation.request.sampling.seed,
         queue_position=generation.queue_position,
+        is_journaled=is_journaled,
     )
 
 
 def delta(update: Update) -> pb.Delta:
-    message = pb.Delta(
-        index=update.index,
-        first_token_index=update.first_token_index,
-        token_ids=update.token_ids,
-        text=update.text,
-        reasoning_text=update.reasoning,
+    piece = OutputPiece(update.text, update.reasoning, update.tool_calls)
+    message = _delta(update.index, update.first_token_index, piece)
+    message.token_ids.extend(update.token_ids)
+    _add_logprobs(message.logprobs, update.logprobs)
+    return message
+
+
+def _tail_delta(update: Update) -> pb.Delta:
+    assert update.end is not None
+    return _delta(update.index, update.end.event.num_generated_tokens, update.tail)
+
+
+def _delta(index: int, first_token_index: int, piece: OutputPiece) -> pb.Delta:
+    return pb.Delta(
+        index=index,
+        first_token_index=first_token_index,
+        text=piece.text,
+        reasoning_text=piece.reasoning,
         tool_calls=[
             pb.ToolCallDelta(
                 index=call.index, id=call.id, name=call.name, arguments_json=call.arguments_json
             )
-            for call in update.tool_calls
+            for call in piece.tool_calls
         ],
     )
-    _add_logprobs(message.logprobs, update.logprobs)
-    return message
 
 
 def responses(update: Update) -> Iterator[pb.GenerateResponse]:
@@ -219,6 +292,8 @@ def responses(update: Update) -> Iterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(prompt_logprobs=part)
     if not update.is_empty:
         yield pb.GenerateResponse(delta=delta(update))
+    if update.tail != NOTHING:
+        yield pb.GenerateResponse(delta=_tail_delta(update))
     if update.end is not None:
         yield pb.GenerateResponse(finished=finished(update.index, update.end))
 
@@ -226,10 +301,8 @@ def responses(update: Update) -> Iterator[pb.GenerateResponse]:
 class WholeAnswers:
     """The answers to a call as they grow; their texts are joined once, at the end."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._response = pb.CompleteResponse(
-            accepted=accepted(generation), request_id=generation.request.call_id
-        )
+    def __init__(self, generation: Generation, first: pb.Accepted) -> None:
+        self._response = pb.CompleteResponse(accepted=first, request_id=generation.request.call_id)
         self._texts = [_Texts() for _ in range(generation.num_answers)]
         for index in range(generation.num_answers):
             self._response.choices.add(index=index)
@@ -239,9 +312,9 @@ class WholeAnswers:
         choice, texts = self._response.choices[update.index], self._texts[update.index]
         choice.token_ids.extend(update.token_ids)
         _add_logprobs(choice.logprobs, update.logprobs)
-        texts.text.append(update.text)
-        texts.reasoning.append(update.reasoning)
-        for call in update.tool_calls:
+        texts.text += (update.text, update.tail.text)
+        texts.reasoning += (update.reasoning, update.tail.reasoning)
+        for call in update.tool_calls + update.tail.tool_calls:
             if call.index == len(texts.arguments):
                 choice.tool_calls.add(id=call.id, name=call.name)
                 texts.arguments.append([])
@@ -352,8 +425,8 @@ def workers(engine: EngineInfo) -> list[pb.WorkerInfo]:
     ]
 
 
-def load(view: Load, rejected: Rejections) -> pb.GetLoadResponse:
-    counters = view.counters
+def load(view: Load, service: InferenceService) -> pb.GetLoadResponse:
+    counters, rejected = view.counters, service.rejections
     return pb.GetLoadResponse(
         num_running=view.num_running,
         num_waiting=view.num_waiting,
@@ -371,6 +444,8 @@ def load(view: Load, rejected: Rejections) -> pb.GetLoadResponse:
             rejected_invalid=rejected.invalid,
             rejected_full=rejected.full,
             rejected_unavailable=rejected.unavailable,
+            poisoned=counters.poisoned,
+            slow_reader=service.num_slow_readers,
         ),
         num_prompt_tokens=counters.num_prompt_tokens,
         num_generated_tokens=counters.num_generated_tokens,
@@ -382,6 +457,9 @@ def load(view: Load, rejected: Rejections) -> pb.GetLoadResponse:
         prefix_cache=pb.PrefixCacheCounters(
             **asdict(counters.prefix_cache), num_cached_tokens=view.num_cached_tokens
         ),
+        num_unread=service.calls.num_unread,
+        num_recoveries=view.num_recoveries,
+        num_resumed=service.num_resumed,
     )
 
 

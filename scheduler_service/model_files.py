@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from .errors import InvalidArgumentError
-from .json_file import JsonFile, ModelFilesError
+from .json_file import JsonFile, ModelFilesError, read_bytes, read_text
 from .sampling import (
     SamplingDefaults,
     check_min_p,
@@ -21,6 +22,8 @@ T = TypeVar("T", int, float)
 
 # An int32 in the API.
 MAX_TOP_K = (1 << 31) - 1
+# The longest known has 20 KB.
+MAX_TEMPLATE_BYTES = 1 << 20
 
 SPECIAL_TOKEN_KEYS = (
     "bos_token",
@@ -32,6 +35,14 @@ SPECIAL_TOKEN_KEYS = (
     "mask_token",
 )
 
+
+FRONT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
 
 # Settings of generation_config.json that would change tokens, and their value that changes nothing.
 UNAPPLIED_NEUTRAL = {
@@ -68,6 +79,18 @@ class ModelInfo:
     chat_template: str | None
     # Texts of bos_token, eos_token and so on: variables of the chat template.
     special_tokens: dict[str, str]
+
+
+def front_hash(folder: Path) -> str:
+    """SHA-256 of the files that make prompts of requests and texts of tokens. ModelFilesError."""
+    digest = hashlib.sha256()
+    for name in FRONT_FILES:
+        if not (folder / name).exists():
+            continue
+        content = read_bytes(folder / name)
+        digest.update(f"{name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def read_model_info(
@@ -160,11 +183,10 @@ def _chat_template(folder: Path, tokenizer: JsonFile) -> str | None:
     """chat_template.jinja wins over tokenizer_config.json; of several named ones, "default"."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFilesError(f"{file}: cannot be read: {error}") from error
+        return read_text(file, MAX_TEMPLATE_BYTES)
     value = tokenizer.raw("chat_template")
+    if isinstance(value, str) and len(value) > MAX_TEMPLATE_BYTES:
+        raise tokenizer.wrong("chat_template", f"of at most {MAX_TEMPLATE_BYTES:,} characters")
     if value is None or isinstance(value, str):
         return value
     try:

@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -19,13 +20,16 @@ from .engine import Engine
 from .engine_types import EngineState, LoadProgress
 from .health import HealthService
 from .listener import bind, make_server
-from .server import add_inference
-from .service import InferenceService, load_model
+from .server import add_inference, resume_calls
+from .service import InferenceService, Survival, load_model
 from .tls import server_credentials
 from .worker_pool import is_local
 
 # After the last request has ended: time for its last message to reach a slow client.
 LAST_MESSAGES_S = 2.0
+
+if TYPE_CHECKING:
+    from .journal import RecordedCall
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class Process:
         self._callers = Callers(config.access.tokens)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._is_open = False
         self._at_end = contextlib.ExitStack()
         self._health = HealthService(config.engine.world_size)
         self._engine = Engine(config.engine, self._on_state, self._on_progress)
@@ -70,7 +75,9 @@ class Process:
             log.warning("generation_config.json asks for %s; it is not applied", setting)
         if model.constraints.refusal:
             log.warning("constraints are refused for this model: %s", model.constraints.refusal)
-        service = InferenceService(model, self._engine)
+        survival, recorded = await self._survival()
+        service = InferenceService(model, self._engine, survival, is_open=False)
+        self._at_end.callback(service.calls.close)
         add_inference(server, service, self._config.engine, self._callers)
         await server.start()
         log.info("listening on %s; loading %s", address, self._config.model_dir)
@@ -78,6 +85,9 @@ class Process:
             log.info("told to end before the workers were ready")
             return
         service.check_workers()
+        await resume_calls(service, recorded)
+        self._is_open = True
+        self._health.on_state(self._engine.state)
         # All that is here stays, and one collection of it would hold every request up for 15 ms.
         gc.collect()
         gc.freeze()
@@ -125,9 +135,32 @@ class Process:
                     address,
                 )
 
+    async def _survival(self) -> tuple[Survival, list[RecordedCall]]:
+        """What is kept of calls, and what a former life of the server has left."""
+        keeping = self._config.keeping
+        journal, recorded = None, list[RecordedCall]()
+        if keeping.journal is not None:
+            from .journal import Journal
+
+            journal, recorded = await asyncio.to_thread(
+                Journal.open,
+                keeping.journal,
+                max_bytes=keeping.journal_max_bytes,
+                retention_s=keeping.retention_s,
+            )
+            self._at_end.callback(journal.close)
+        survival = Survival(
+            journal=journal,
+            retention_s=keeping.retention_s,
+            max_window_s=keeping.max_window_s,
+            slow_reader_s=keeping.slow_reader_s,
+        )
+        return survival, recorded
+
     async def _drain(self, server: grpc.aio.Server, service: InferenceService) -> None:
         # Whose constraint is not compiled yet would be refused after that.
         service.model.constraints.stop()
+        service.calls.stop()
         await self._engine.drain(self._config.grace_s)
         self._health.close()
         await server.stop(LAST_MESSAGES_S)
@@ -166,7 +199,9 @@ class Process:
 
     def _on_state(self, state: EngineState) -> None:
         log.info("engine: %s", state.value)
-        self._health.on_state(state)
+        # Not before what a former life has left goes on: it would be asked for at once.
+        if self._is_open or state is not EngineState.READY:
+            self._health.on_state(state)
 
     def _on_progress(self, progress: LoadProgress) -> None:
         self._tell(

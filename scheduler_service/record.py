@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from dataclasses import dataclass, field, fields
 
@@ -10,6 +11,15 @@ from .request import Event, FinishedEvent, PromptLogprobsEvent, TokenEvent, Toke
 # Of Python's objects, roughly.
 _BYTES_PER_LOGPROB = 100
 _BYTES_PER_CALL = 2048
+
+
+class JournalState(enum.Enum):
+    """As JournalState of inference.proto."""
+
+    OFF = "off"
+    ON = "on"
+    # It cannot be written; the log says why.
+    FAILING = "failing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class CallRecord:
     call_id: str
     # Who asked; "" where callers are not told apart.
     client: str
-    # The GenerateRequest, as it came.
+    # The GenerateRequest, as it came; a prompt in ids or text is left out.
     request: bytes
     # What it became. Of type code "I".
     prompt_token_ids: array[int]
@@ -85,6 +95,17 @@ class AnswerLog:
                 self.prompt_logprobs.extend(event.logprobs[num_known:])
             case FinishedEvent():
                 self.end = event
+
+    def events(self, request_id: str) -> list[Event]:
+        """What was told, as few events."""
+        events: list[Event] = []
+        if self.prompt_logprobs:
+            events.append(PromptLogprobsEvent(request_id, 1, tuple(self.prompt_logprobs)))
+        if self.token_ids:
+            events.append(TokenEvent(request_id, 0, tuple(self.token_ids), tuple(self.logprobs)))
+        if self.end is not None:
+            events.append(self.end)
+        return events
 
     @property
     def num_bytes(self) -> int:

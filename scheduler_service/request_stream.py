@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
+from .errors import SupersededError
+from .record import AnswerLog
 from .request import Event, FinishedEvent, Request
 
 
@@ -20,27 +23,58 @@ class RequestStream:
         self.call_id = call_id
         # Requests ahead in the queue when this one was accepted.
         self.queue_position = queue_position
+        # All that was told, by request id; also what was read long ago.
+        self.logs: defaultdict[str, AnswerLog] = defaultdict(AnswerLog)
+        # Told of each event, before its reader.
+        self.on_event: Callable[[Event], None] | None = None
+        self._num_answers = num_answers
         # Answers whose last event was not read.
         self._num_open = num_answers
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        # None: another stream took this one's place.
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
 
     def push(self, event: Event) -> None:
         """For the engine: adds an event."""
+        self.logs[event.request_id].add(event)
+        if self.on_event is not None:
+            self.on_event(event)
         self._events.put_nowait(event)
+
+    def reopened(self) -> RequestStream:
+        """A stream in this one's place, which begins with all that was told, an event of each kind
+        for an answer. Who reads this one gets SupersededError; the engine is to be told."""
+        stream = RequestStream(self.call_id, 0, self._num_answers)
+        stream.logs = self.logs
+        stream.on_event = self.on_event
+        for request_id, log in self.logs.items():
+            for event in log.events(request_id):
+                stream._events.put_nowait(event)
+        self._events.put_nowait(None)
+        return stream
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> Event:
+        """SupersededError when another stream took this one's place."""
         if not self._num_open:
             raise StopAsyncIteration
-        return self._note(await self._events.get())
+        event = await self._events.get()
+        if event is None:
+            # For who asks again.
+            self._events.put_nowait(None)
+            raise SupersededError(f"another connection reads request {self.call_id!r} now")
+        return self._note(event)
 
     def take_ready(self) -> list[Event]:
         """Events that are here now, without waiting: lets a reader join several into one."""
         ready: list[Event] = []
         while self._num_open and not self._events.empty():
-            ready.append(self._note(self._events.get_nowait()))
+            event = self._events.get_nowait()
+            if event is None:
+                self._events.put_nowait(None)
+                break
+            ready.append(self._note(event))
         return ready
 
     def _note(self, event: Event) -> Event:
@@ -69,9 +103,19 @@ class RequestStreams:
     def open(self, requests: Sequence[Request], queue_position: int) -> RequestStream:
         """A stream for the answers to a call that was accepted."""
         stream = RequestStream(requests[0].call_id, queue_position, len(requests))
+        self.add(requests, stream)
+        return stream
+
+    def add(self, requests: Sequence[Request], stream: RequestStream) -> None:
+        """Live requests whose events go to this stream."""
         self._live.update((request.request_id, (request, stream)) for request in requests)
         self._all_ended.clear()
-        return stream
+
+    def redirect(self, stream: RequestStream) -> None:
+        """What is told of the call from now on goes to this stream, in the former one's place."""
+        for request_id, (request, former) in self._live.items():
+            if former.call_id == stream.call_id:
+                self._live[request_id] = (request, stream)
 
     def tell(self, events: Iterable[Event]) -> None:
         """Hands events to their streams; a FinishedEvent takes its stream out of the table."""

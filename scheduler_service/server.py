@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from slotwise.v1 import inference_pb2 as pb
@@ -18,12 +19,15 @@ from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
 from .auth import Callers
+from .calls import Generation
 from .engine_types import EngineConfig
-from .errors import InvalidArgumentError, SlotwiseError
-from .request import FinishReason
-from .service import Generation, InferenceService
+from .errors import InvalidArgumentError, SlotwiseError, SlowReaderError
+from .service import Accepting, InferenceService
 from .status import CallContext, to_status
 from .validation import check_request_id
+
+if TYPE_CHECKING:
+    from .journal import RecordedCall
 
 T = TypeVar("T")
 
@@ -43,13 +47,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
         await self._answer(context, self._generate(request, context))
 
+    async def Attach(self, request: pb.AttachRequest, context: CallContext) -> None:
+        await self._answer(context, self._attach(request, context))
+
+    async def Replay(self, request: pb.ReplayRequest, context: CallContext) -> None:
+        await self._answer(context, self._replay(request, context))
+
     async def Complete(
         self, request: pb.GenerateRequest, context: CallContext
     ) -> pb.CompleteResponse:
         return await self._answer(context, self._complete(request, context))
 
     async def Cancel(self, request: pb.CancelRequest, context: CallContext) -> pb.CancelResponse:
-        return await self._answer(context, self._cancel(request))
+        return await self._answer(context, self._cancel(request, context))
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: CallContext
@@ -91,23 +101,70 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
         async with await self._begin(request, context) as generation:
-            request_id = generation.request.call_id
             # Workers first: in one turn of the event loop a command is planned, in the next sent.
             for _ in range(2):
                 await asyncio.sleep(0)
-            first = messages.accepted(generation)
-            await context.write(pb.GenerateResponse(request_id=request_id, accepted=first))
-            while not generation.has_ended:
-                for update in await generation.next():
-                    for response in messages.responses(update):
-                        response.request_id = request_id
-                        await context.write(response)
+            await self._tell(generation, context)
+
+    async def _attach(self, request: pb.AttachRequest, context: CallContext) -> None:
+        messages.refuse_unknown_fields(request)
+        check_request_id(request.request_id)
+        caller = self._callers.of(context)
+        record = self._service.find(request.request_id, caller).record
+        call = messages.recorded_call(record)
+        places = messages.places(request)
+        generation = self._service.attach(request.request_id, caller, call, places)
+        async with generation:
+            await self._tell(generation, context)
+
+    async def _replay(self, request: pb.ReplayRequest, context: CallContext) -> None:
+        messages.refuse_unknown_fields(request)
+        check_request_id(request.request_id)
+        accepting = self._accepting(b"", context)
+        known = self._service.find(request.request_id, accepting.caller, or_operator=True)
+        call = messages.recorded_call(known.record)
+        with self._service.rejections.counted():
+            generation = await self._service.replay(known, accepting, call)
+        async with generation:
+            record = messages.request_record(known)
+            await self._write(context, pb.ReplayResponse(record=record))
+            async for response in self._responses(generation):
+                await self._write(context, pb.ReplayResponse(response=response))
+
+    async def _tell(self, generation: Generation, context: CallContext) -> None:
+        async for response in self._responses(generation):
+            await self._write(context, response)
+
+    async def _responses(self, generation: Generation) -> AsyncIterator[pb.GenerateResponse]:
+        """The messages of a stream, as they come."""
+        request_id = generation.request.call_id
+        first = messages.accepted(generation, is_journaled=await generation.is_journaled())
+        yield pb.GenerateResponse(request_id=request_id, accepted=first)
+        while not generation.has_ended:
+            for update in await generation.next():
+                for response in messages.responses(update):
+                    response.request_id = request_id
+                    yield response
+
+    async def _write(self, context: CallContext, message: Message) -> None:
+        """SlowReaderError when the client has no room for it for too long."""
+        bound_s = self._service.survival.slow_reader_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await context.write(message)
+        except TimeoutError:
+            self._service.num_slow_readers += 1
+            raise SlowReaderError(
+                f"the client has read nothing for {bound_s:g} s; read faster, or attach again and "
+                "go on where you were"
+            ) from None
 
     async def _complete(
         self, request: pb.GenerateRequest, context: CallContext
     ) -> pb.CompleteResponse:
         async with await self._begin(request, context, is_whole=True) as generation:
-            whole = messages.WholeAnswers(generation)
+            first = messages.accepted(generation, is_journaled=await generation.is_journaled())
+            whole = messages.WholeAnswers(generation, first)
             while not generation.has_ended:
                 for update in await generation.next():
                     whole.add(update)
@@ -116,18 +173,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _begin(
         self, request: pb.GenerateRequest, context: CallContext, *, is_whole: bool = False
     ) -> Generation:
+        with self._service.rejections.counted():
+            call = messages.generate_call(request)
+            accepting = self._accepting(messages.kept(request), context)
+            return await self._service.begin(call, accepting, is_whole=is_whole)
+
+    def _accepting(self, kept: bytes, context: CallContext) -> Accepting:
         remaining_s = context.time_remaining()
         deadline_ns = None
         if remaining_s is not None:
             deadline_ns = self._service.engine.now_ns() + int(remaining_s * 1e9)
-        with self._service.rejections.counted():
-            call = messages.generate_call(request)
-            return await self._service.begin(call, deadline_ns, is_whole=is_whole)
+        return Accepting(self._callers.of(context), kept, deadline_ns)
 
-    async def _cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
+    async def _cancel(self, request: pb.CancelRequest, context: CallContext) -> pb.CancelResponse:
         messages.refuse_unknown_fields(request)
         check_request_id(request.request_id)
-        self._service.engine.cancel(request.request_id, FinishReason.CANCELLED)
+        self._service.cancel(request.request_id, self._callers.of(context))
         return pb.CancelResponse()
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -170,10 +231,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             epoch=info.epoch,
             workers=messages.workers(info),
             uptime_ns=self._service.engine.now_ns() - self._started_ns,
+            setup=messages.setup(self._service.setup()),
+            retention_ms=round(self._service.survival.retention_s * 1e3),
+            max_attach_window_ms=round(self._service.survival.max_window_s * 1e3),
+            journal=messages.JOURNAL_STATES[self._service.survival.journal_state],
         )
 
     async def _load(self) -> pb.GetLoadResponse:
-        return messages.load(self._service.engine.load(), self._service.rejections)
+        return messages.load(self._service.engine.load(), self._service)
 
     async def _flush_cache(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
         messages.refuse_unknown_fields(request)
@@ -207,6 +272,20 @@ def add_inference(
     handlers = {method.name: _handler(servicer, method) for method in described.methods}
     generic = grpc.method_handlers_generic_handler(described.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
+
+
+async def resume_calls(service: InferenceService, recorded: Sequence[RecordedCall]) -> None:
+    """Goes on with what a former life of the server has left, then opens the service."""
+    for one in recorded:
+        try:
+            await service.resume(one, messages.recorded_call(one.record))
+        except (SlotwiseError, DecodeError) as error:
+            log.warning("request %r is given up: %s", one.record.call_id, error)
+            if service.survival.journal is not None:
+                service.survival.journal.forget(one.record.call_id)
+    if recorded:
+        log.info("%d requests go on, of %d known", service.num_resumed, len(recorded))
+    service.is_open = True
 
 
 def _handler(servicer: InferenceServicer, method: MethodDescriptor) -> grpc.RpcMethodHandler:

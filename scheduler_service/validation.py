@@ -50,6 +50,8 @@ class ModelLimits:
     default_sampling: SamplingDefaults
     # Of the model's chats, "" when nothing is known of it.
     output_format: str = ""
+    # Of GenerateCall.attach_window_s.
+    max_window_s: float = 0.0
 
 
 def check_call(call: GenerateCall, limits: ModelLimits) -> None:
@@ -63,6 +65,12 @@ def check_call(call: GenerateCall, limits: ModelLimits) -> None:
     _check_count("n", call.n, 1, MAX_N)
     if call.cache_salt is not None:
         _check_size("cache_salt", len(call.cache_salt), 0, MAX_SALT, "characters")
+    if call.attach_window_s > limits.max_window_s:
+        raise InvalidArgumentError(
+            "attach_window_ms",
+            f"{call.attach_window_s * 1e3:.0f} is out of range; at most "
+            f"{limits.max_window_s * 1e3:.0f} is accepted",
+        )
     if call.constraint is not None:
         _check_constraint(call.constraint)
     if call.parse_output:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from message_strategies import messages_of
 from tokenizer_files import write_model
 
+from scheduler_service.auth import Callers
 from scheduler_service.request import FinishedEvent, FinishReason, Request
 from scheduler_service.request_stream import RequestStream
 from scheduler_service.server import InferenceServicer
@@ -40,7 +41,15 @@ class EndingEngine:
         return 0
 
     def info(self):
-        return SimpleNamespace(geometry=SimpleNamespace(max_seq_len=MAX_SEQ_LEN))
+        geometry = SimpleNamespace(
+            max_seq_len=MAX_SEQ_LEN,
+            fingerprint="f",
+            build="b",
+            weight_dtype="float32",
+            kv_dtype="float32",
+            device_name="cpu",
+        )
+        return SimpleNamespace(geometry=geometry, workers=(None,))
 
     def submit(self, requests):
         self.requests += requests
@@ -64,6 +73,9 @@ class Context:
     def time_remaining(self):
         return None
 
+    def invocation_metadata(self):
+        return ()
+
     async def write(self, message):
         self.written.append(message)
 
@@ -79,7 +91,7 @@ def model(tmp_path_factory):
 def answer(model, method: str, request) -> tuple[EndingEngine, tuple[str, str] | None]:
     """Calls a method; the engine, and field and words of the refusal if it is one."""
     engine = EndingEngine()
-    servicer = InferenceServicer(InferenceService(model, engine), SimpleNamespace())
+    servicer = InferenceServicer(InferenceService(model, engine), SimpleNamespace(), Callers())
     context = Context()
     try:
         asyncio.run(getattr(servicer, method)(request, context))

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_service import messages
 from scheduler_service.answers import End, Update
-from scheduler_service.chat_output import ToolCallPiece
+from scheduler_service.chat_output import NOTHING, OutputPiece, ToolCallPiece
 from scheduler_service.errors import InvalidArgumentError
 from scheduler_service.generate_call import ChatInput, ChatMessage, IdsInput, TextInput
 from scheduler_service.logprobs import TokenLogprob, TokenLogprobs
@@ -248,7 +248,8 @@ def test_updates_join_to_whole_answers():
     request = SimpleNamespace(
         call_id="me", prompt_token_ids=(1, 2, 3), sampling=SimpleNamespace(seed=9)
     )
-    whole = messages.WholeAnswers(SimpleNamespace(request=request, num_answers=2, queue_position=4))
+    generation = SimpleNamespace(request=request, num_answers=2, queue_position=4)
+    whole = messages.WholeAnswers(generation, messages.accepted(generation, is_journaled=True))
     whole.add(Update(0, 0, (), "", prompt_logprobs=(token_logprobs(2, 0),), first_prompt_index=1))
     whole.add(Update(0, 0, (), "", prompt_logprobs=(token_logprobs(3, 0),), first_prompt_index=2))
     calls = [
@@ -259,13 +260,15 @@ def test_updates_join_to_whole_answers():
         logprobs = (token_logprobs(index, 1),)
         whole.add(Update(1, index, (index,), text, logprobs, reasoning="r", tool_calls=call))
     for index in (1, 0):
-        whole.add(Update(index, 2, (), "", end=End(finished_event(), None)))
+        tail = OutputPiece("!", "?") if index == 1 else NOTHING
+        whole.add(Update(index, 2, (), "", tail=tail, end=End(finished_event(), None)))
     response = whole.response()
     assert (response.request_id, response.accepted.seed) == ("me", 9)
+    assert response.accepted.is_journaled
     assert [one.token.token_id for one in response.prompt_logprobs] == [2, 3]
     assert [choice.index for choice in response.choices] == [0, 1]
     choice = response.choices[1]
-    assert (choice.text, choice.reasoning_text, list(choice.token_ids)) == ("ab", "rr", [0, 1])
+    assert (choice.text, choice.reasoning_text, list(choice.token_ids)) == ("ab!", "rr?", [0, 1])
     assert [one.token.token_id for one in choice.logprobs] == [0, 1]
     found = [(call.id, call.name, call.arguments_json) for call in choice.tool_calls]
     assert found == [("id", "f", "{}"), ("id2", "g", "[]")]

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from tokenizer_files import write_model
 
+from scheduler_service.auth import Caller
+from scheduler_service.calls import DEADLINE_SLACK_NS, PROMPT_PART
 from scheduler_service.constraints import Constraints
 from scheduler_service.errors import (
     ConstraintError,
@@ -31,13 +33,7 @@ from scheduler_service.request import (
     choice_id,
 )
 from scheduler_service.request_stream import RequestStream
-from scheduler_service.service import (
-    DEADLINE_SLACK_NS,
-    PROMPT_PART,
-    InferenceService,
-    Rejections,
-    load_model,
-)
+from scheduler_service.service import Accepting, InferenceService, Rejections, load_model
 
 
 @dataclass
@@ -52,6 +48,7 @@ class FakeEngine:
     known: bool = True
     stream: RequestStream | None = None
     max_seq_len: int = 64
+    build: str = "b"
 
     def now_ns(self) -> int:
         return self.clock_ns
@@ -59,7 +56,15 @@ class FakeEngine:
     def info(self):
         if not self.ready:
             raise UnavailableError("starting")
-        return SimpleNamespace(geometry=SimpleNamespace(max_seq_len=self.max_seq_len))
+        geometry = SimpleNamespace(
+            max_seq_len=self.max_seq_len,
+            fingerprint="f",
+            build=self.build,
+            weight_dtype="float32",
+            kv_dtype="float32",
+            device_name="cpu",
+        )
+        return SimpleNamespace(geometry=geometry, workers=(None,))
 
     def submit(self, requests: Sequence[Request]) -> RequestStream:
         self.requests += requests
@@ -98,6 +103,10 @@ def service(model, engine):
     return InferenceService(model, engine)
 
 
+def accepting(deadline_ns: int | None = None) -> Accepting:
+    return Accepting(Caller(), b"", deadline_ns)
+
+
 def allowed(mask: Mask) -> set[int]:
     return {i for i in range(8 * len(mask.allowed)) if mask.allowed[i // 8] >> i % 8 & 1}
 
@@ -111,7 +120,7 @@ def ids(model, text: str) -> list[int]:
 
 
 async def test_what_is_here_is_joined_into_one_update(service, engine, model):
-    async with await service.begin(call(), None) as generation:
+    async with await service.begin(call(), accepting()) as generation:
         assert generation.queue_position == 3
         a, b, c = ids(model, "abc")
         engine.tokens(0, a)
@@ -132,7 +141,7 @@ async def test_a_stop_string_ends_the_request_whatever_happened_meanwhile(
     service, engine, model, known
 ):
     engine.known = known
-    async with await service.begin(call(stop=("bc",)), None) as generation:
+    async with await service.begin(call(stop=("bc",)), accepting()) as generation:
         engine.tokens(0, *ids(model, "abcd"))
         (update,) = await generation.next()
         assert update.text == "a"
@@ -149,12 +158,12 @@ async def test_a_stop_string_ends_the_request_whatever_happened_meanwhile(
 
 async def test_held_text_is_delivered_at_the_end(service, engine, model):
     """B03."""
-    async with await service.begin(call(stop=("bcd",)), None) as generation:
+    async with await service.begin(call(stop=("bcd",)), accepting()) as generation:
         engine.tokens(0, *ids(model, "abc"))
         assert (await generation.next())[0].text == "a"
         engine.finish(FinishReason.LENGTH, 3)
         (update,) = await generation.next()
-        assert (update.text, update.end.matched_stop) == ("bc", None)
+        assert (update.text, update.tail.text, update.end.matched_stop) == ("", "bc", None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ async def test_held_text_is_delivered_at_the_end(service, engine, model):
     ],
 )
 async def test_ends_that_are_errors(service, engine, reason, more, error):
-    async with await service.begin(call(), None) as generation:
+    async with await service.begin(call(), accepting()) as generation:
         engine.finish(reason, **more)
         with pytest.raises(error, match=more["message"]):
             await generation.next()
@@ -189,20 +198,20 @@ async def test_ends_that_are_errors(service, engine, reason, more, error):
 )
 async def test_leaving_before_the_end_cancels(service, engine, deadline_ns, reason):
     """B09, B12: counted as what it was."""
-    async with await service.begin(call(), deadline_ns):
+    async with await service.begin(call(), accepting(deadline_ns)):
         engine.clock_ns = 200
     assert engine.cancelled == [("r", reason)]
 
 
 async def test_leaving_after_an_end_that_was_not_yet_read(service, engine):
     engine.known = False
-    async with await service.begin(call(), None):
+    async with await service.begin(call(), accepting()):
         engine.finish(FinishReason.LENGTH)
     assert engine.cancelled == []
 
 
 async def test_a_request_carries_its_arrival_and_deadline(service, engine):
-    async with await service.begin(call(), 500):
+    async with await service.begin(call(), accepting(500)):
         (request,) = engine.requests
         assert (request.arrival_ns, request.deadline_ns) == (100, 500)
         assert request.max_new_tokens == 63
@@ -210,7 +219,7 @@ async def test_a_request_carries_its_arrival_and_deadline(service, engine):
 
 async def test_answers_are_told_apart(service, engine, model):
     """Each has its own text, stop strings and end; their events come mixed."""
-    async with await service.begin(call(n=3, stop=("bc",), seed=7), None) as generation:
+    async with await service.begin(call(n=3, stop=("bc",), seed=7), accepting()) as generation:
         assert generation.num_answers == 3
         assert [request.request_id for request in engine.requests] == [
             choice_id("r", index) for index in range(3)
@@ -238,7 +247,7 @@ async def test_answers_are_told_apart(service, engine, model):
 
 
 async def test_leaving_while_one_answer_runs_cancels_the_call(service, engine):
-    async with await service.begin(call(n=2), None) as generation:
+    async with await service.begin(call(n=2), accepting()) as generation:
         engine.finish(FinishReason.LENGTH, answer=1)
         await generation.next()
     assert engine.cancelled == [("r", FinishReason.CANCELLED)]
@@ -249,7 +258,7 @@ async def test_logprobs_are_of_the_tokens_that_count(service, engine, model):
     infinity = float("inf")
     a, b = ids(model, "ab")
     first = TokenLogprobs(-0.5, 2, (b, a), (-0.25, -infinity))
-    async with await service.begin(call(logprobs=2, stop=("b",)), None) as generation:
+    async with await service.begin(call(logprobs=2, stop=("b",)), accepting()) as generation:
         assert engine.requests[0].num_logprobs == 2
         engine.tokens(0, a, b, a, logprobs=(first, TokenLogprobs(-infinity, 9, (), ()), first))
         (update,) = await generation.next()
@@ -263,7 +272,7 @@ async def test_logprobs_are_of_the_tokens_that_count(service, engine, model):
 async def test_prompt_logprobs_name_the_prompts_tokens(service, engine, model):
     prompt = tuple(ids(model, "abcd"))
     asked = GenerateCall(IdsInput(prompt), request_id="r", prompt_logprobs=0, n=2)
-    async with await service.begin(asked, None) as generation:
+    async with await service.begin(asked, accepting()) as generation:
         assert [request.num_prompt_logprobs for request in engine.requests] == [0, None]
         for index in (1, 2):
             found = (TokenLogprobs(-float(index), 1, (), ()),)
@@ -283,7 +292,7 @@ async def test_long_prompt_logprobs_come_a_part_at_a_time(service, engine, model
     prompt = (5,) * (count + 1)
     engine.max_seq_len = 2 * count
     asked = GenerateCall(IdsInput(prompt), request_id="r", prompt_logprobs=0)
-    async with await service.begin(asked, None) as generation:
+    async with await service.begin(asked, accepting()) as generation:
         found = (TokenLogprobs(-1.0, 1, (), ()),) * count
         engine.stream.push(PromptLogprobsEvent("r", 1, found))
         engine.tokens(0, *ids(model, "a"))
@@ -298,14 +307,14 @@ async def test_long_prompt_logprobs_come_a_part_at_a_time(service, engine, model
 async def test_an_answer_too_big_for_one_message_is_refused(service, engine):
     engine.max_seq_len = 1 << 20
     with pytest.raises(InvalidArgumentError, match="max_new_tokens"):
-        await service.begin(call(logprobs=20), None, is_whole=True)
+        await service.begin(call(logprobs=20), accepting(), is_whole=True)
     assert engine.requests == []
-    async with await service.begin(call(logprobs=20), None):
+    async with await service.begin(call(logprobs=20), accepting()):
         assert len(engine.requests) == 1
 
 
 async def test_stop_strings_are_not_looked_for_in_the_first_tokens(service, engine, model):
-    async with await service.begin(call(stop=("ab",), min_new_tokens=2), None) as generation:
+    async with await service.begin(call(stop=("ab",), min_new_tokens=2), accepting()) as generation:
         engine.tokens(0, *ids(model, "abcabd"))
         (update,) = await generation.next()
     assert update.text == "abc"
@@ -314,7 +323,7 @@ async def test_stop_strings_are_not_looked_for_in_the_first_tokens(service, engi
 
 async def test_constraints_are_compiled_for_each_answer(service, engine, model):
     asked = call(n=2, constraint=ConstraintSpec("choice", choices=("ab", "b")), min_new_tokens=1)
-    async with await service.begin(asked, None):
+    async with await service.begin(asked, accepting()):
         first, second = engine.requests
         a, b = ids(model, "ab")
         assert allowed(first.first_mask) >= {a, b}
@@ -326,25 +335,25 @@ async def test_constraints_are_compiled_for_each_answer(service, engine, model):
 
 async def test_a_constraint_that_cannot_be(service, engine, model):
     with pytest.raises(InvalidArgumentError, match=r"regex: .*unclosed"):
-        await service.begin(call(constraint=ConstraintSpec("regex", "(")), None)
+        await service.begin(call(constraint=ConstraintSpec("regex", "(")), accepting())
     # The empty text fits, and nothing may end it.
     empty = call(constraint=ConstraintSpec("regex", "a{0}"), ignore_eos=True)
     with pytest.raises(InvalidArgumentError, match=r"regex: only an empty output .* ignore_eos"):
-        await service.begin(empty, None)
+        await service.begin(empty, accepting())
     without = replace(model, constraints=Constraints(None, "no such decoder"))
     with pytest.raises(InvalidArgumentError, match="no such decoder"):
         await InferenceService(without, engine).begin(
-            call(constraint=ConstraintSpec("json_object")), None
+            call(constraint=ConstraintSpec("json_object")), accepting()
         )
     assert engine.requests == []
 
 
 async def test_refusals_are_never_submitted(service, engine):
     with pytest.raises(InvalidArgumentError):
-        await service.begin(call(top_k=-2), None)
+        await service.begin(call(top_k=-2), accepting())
     engine.ready = False
     with pytest.raises(UnavailableError):
-        await service.begin(call(), None)
+        await service.begin(call(), accepting())
     assert engine.requests == []
 
 
