@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 
 import grpc
@@ -15,9 +16,21 @@ from .config import MAX_MESSAGE_BYTES, ConfigError, join_address
 from .health import READINESS, HealthService
 from .readable import Readable
 
+MAX_METADATA_BYTES = 16 << 10
+# Calls of one connection at once; the client's further ones wait on its side.
+MAX_CALLS_PER_CONNECTION = 1024
+MAX_CONNECTIONS = 4096
+# For TLS and the first frame of HTTP/2.
+HANDSHAKE_TIMEOUT_S = 20
+
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Below the first, the second would refuse some calls and not others.
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_TIMEOUT_S),
     # A second server on the same port is an error, not a partner.
     ("grpc.so_reuseport", 0),
     # A client that vanished, or stands still, is noticed within 40 s, and its slots are freed.
@@ -37,11 +50,20 @@ def make_server(
 ) -> grpc.aio.Server:
     """A server with health and reflection; the API's servicer is added by the caller."""
     interceptors = [gate, Readable()] if gate else [Readable()]
-    server = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
+    options = [*OPTIONS, ("grpc.max_allowed_incoming_connections", _max_connections())]
+    server = grpc.aio.server(options=options, interceptors=interceptors)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if with_reflection:
         _add_reflection(server)
     return server
+
+
+def _max_connections() -> int:
+    """Half of the files that the process may open at most: the rest is for the workers, the journal
+    and the model."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = max_files == resource.RLIM_INFINITY
+    return MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, max_files // 2)
 
 
 def _add_reflection(server: grpc.aio.Server) -> None:
