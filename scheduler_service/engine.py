@@ -30,8 +30,6 @@ from .worker_group import NUM_WARM_UP_STEPS, GroupStarter, WorkerGroup
 
 _log = logging.getLogger(__name__)
 
-# Groups lost in a row without a single result between: the running requests may be the cause.
-_MAX_FRUITLESS_EPOCHS = 3
 _REFUSALS = {
     EngineState.STARTING: "the server is starting; retry when it is ready",
     EngineState.DOWN: "the workers are lost and have not come back; retry later or elsewhere",
@@ -64,7 +62,6 @@ class Engine:
         self._streams = RequestStreams()
         self._ready = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
-        self._num_fruitless_epochs = 0
         self._num_recoveries = 0
 
     @property
@@ -245,16 +242,15 @@ class Engine:
             _log.error("the engine failed, all requests end INTERNAL", exc_info=cause)
             self._abandon(loop)
             self._loop = self._new_loop(self.info(), loop.scheduler.counters)
-        self._num_fruitless_epochs = 0 if loop.num_results else self._num_fruitless_epochs + 1
         return cause
 
     async def _recover(self, cause: GroupError) -> None:
         """Brings the group up under a new epoch; requests wait, up to a bound."""
         self._set_state(EngineState.RECOVERING)
         _log.error("the worker group is lost: %s", cause)
-        if self._num_fruitless_epochs >= _MAX_FRUITLESS_EPOCHS:
-            running = [seat.request for seat in self._started_loop().scheduler.seats.values()]
-            self._end(running, f"the workers were lost {self._num_fruitless_epochs} times in a row")
+        for end in self._started_loop().scheduler.lose_group(self.now_ns()):
+            _log.error("request %r is given up, the workers died of it twice", end.request_id)
+            self._streams.tell([end])
         clock = asyncio.get_running_loop()
         give_up = clock.call_later(self._config.recovery_timeout_s, self._give_up)
         try:

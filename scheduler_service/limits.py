@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import InvalidArgumentError
@@ -32,6 +33,10 @@ class Limits:
     # Decode steps with logprobs that may be in flight.
     max_logprobs_steps: int
     prefix_reuse: PrefixReuse
+    # Slots are shared evenly among clients that wait; else first come, first served.
+    fair_share: bool = False
+    # Requests of one client that may wait; 0: no bound of its own.
+    max_waiting_per_client: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -59,11 +64,22 @@ class Limits:
                 f"max_step_tokens is {self.max_step_tokens}; at least max_running "
                 f"({self.max_running}) is needed, a decode row for each"
             )
+        if self.max_waiting_per_client < 0:
+            raise ValueError(
+                f"max_waiting_per_client is {self.max_waiting_per_client}; 0 (no bound) or more is "
+                "needed"
+            )
         if self.max_queued_tokens < 0 or self.run_ahead_window_ns < 0:
             raise ValueError(
                 f"max_queued_tokens is {self.max_queued_tokens} and run_ahead_window_ns is "
                 f"{self.run_ahead_window_ns}; neither may be negative"
             )
+
+    @property
+    def full_step_tokens(self) -> int:
+        """Prompt tokens of a step that no budget lets hold fewer while more of them wait."""
+        rows_left = self.max_step_tokens - self.max_running
+        return max(1, min(self.max_mixed_step_tokens, rows_left))
 
     def check(self, request: Request) -> None:
         """InvalidArgumentError when the request could never run."""
@@ -82,19 +98,35 @@ class Limits:
         if request.constraint is not None:
             _check_first_mask(request)
 
-    def check_number(self, num_requests: int) -> None:
-        """InvalidArgumentError when so many could never wait or run together."""
+    def check_number(self, requests: Sequence[Request]) -> None:
+        """InvalidArgumentError when so many of one call could never wait or run together."""
         bound = self.max_queue_len + self.max_running
-        if num_requests > bound:
+        if len(requests) > bound:
             raise InvalidArgumentError(
-                "n", f"is {num_requests}; at most {bound} can wait and run in this server"
+                "n", f"is {len(requests)}; at most {bound} can wait and run in this server"
             )
+        max_waiting = self.max_waiting_of(requests[0])
+        bound = max_waiting + self.max_running_of(requests[0])
+        if max_waiting and len(requests) > bound:
+            raise InvalidArgumentError(
+                "n", f"is {len(requests)}; at most {bound} of one client can wait and run"
+            )
+
+    def max_waiting_of(self, request: Request) -> int:
+        """How many requests of this one's client may wait; 0: no bound of its own."""
+        bounds = (request.client_limits.max_waiting, self.max_waiting_per_client)
+        return min((bound for bound in bounds if bound), default=0)
+
+    def max_running_of(self, request: Request) -> int:
+        """How many requests of this one's client may run at once."""
+        return min(self.max_running, request.client_limits.max_running or self.max_running)
 
 
 def _check_first_mask(request: Request) -> None:
     if request.first_mask is None:
         raise ValueError(f"request {request.request_id!r} has a constraint and no first mask")
-    if request.first_mask.allowed is None:
+    # What goes on behind such a mask has ended: Scheduler.resume sees to it.
+    if request.first_mask.allowed is None and not request.generated_token_ids:
         raise InvalidArgumentError(
             "constraint", "no token of this model can begin such an output; loosen it"
         )
@@ -123,6 +155,8 @@ class Counters:
     cancelled: int = 0
     deadline: int = 0
     error: int = 0
+    # Of these, ended because the workers died of them.
+    poisoned: int = 0
     # Prompt tokens of accepted requests.
     num_prompt_tokens: int = 0
     # Tokens released to requests; those past a stop do not count.

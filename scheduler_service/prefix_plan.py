@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .limits import PrefixCacheCounters
-from .prefix_index import NO_MATCH, Kept, Match, PrefixIndex, PrefixReuse
+from .prefix_index import NO_MATCH, Kept, Match, PrefixIndex, PrefixReuse, common_length
 from .request import Request
 from .seat import Seat
 from .step import PrefillChunk, Prefix
@@ -31,8 +31,21 @@ class PrefixPlan:
 
     def choose_slot(self, free: Sequence[int], request: Request) -> int:
         """Of the free slots, least recently used first, the one for a request."""
-        wanted = self._wanted(request, request.prompt_token_ids)
+        wanted = self._wanted(request, request.known_token_ids())
         return self.index.choose(free, wanted, request.cache_salt)
+
+    def num_reusable(self, request: Request, seats: Iterable[Seat]) -> int:
+        """Tokens that a waiting request may find in the cache, at most: what is there, and what
+        `seats` are about to write."""
+        wanted = self._wanted(request, request.known_token_ids())
+        salt = request.cache_salt
+        found = self.index.longest(range(self._num_slots), wanted, salt) or NO_MATCH
+        coming = (
+            common_length(seat.prefill_token_ids, wanted)
+            for seat in seats
+            if seat.num_prefill_left and seat.request.cache_salt == salt
+        )
+        return max(found.length, max(coming, default=0))
 
     def join(self, seat: Seat, earlier: Iterable[Seat]) -> None:
         """A seat that is to start. `earlier`: those admitted before it, in order."""
@@ -149,9 +162,10 @@ class PrefixPlan:
         counters.num_queried_tokens += len(request.prompt_token_ids)
         if prefix is None:
             return
-        request.num_cached_tokens = prefix.length
+        # Of a request that goes on, tokens of its own may be found too.
+        request.num_cached_tokens = min(prefix.length, len(request.prompt_token_ids))
         counters.num_hits += 1
-        counters.num_hit_tokens += prefix.length
+        counters.num_hit_tokens += request.num_cached_tokens
         if prefix.source_slot != seat.slot:
             counters.num_copies += 1
             counters.num_copied_tokens += prefix.length

@@ -89,6 +89,9 @@ class ClientLimits:
     max_waiting: int = 0
 
 
+NO_CLIENT_LIMITS = ClientLimits()
+
+
 @dataclass(slots=True)
 class Request:
     """One request, validated. The first block never changes, the scheduler writes the second."""
@@ -111,8 +114,11 @@ class Request:
     # Prefixes are shared among requests of equal salt only.
     cache_salt: str = ""
     constraint: Constraint | None = None
-    # What may come first; given with `constraint`.
+    # What may come next, behind generated_token_ids; given with `constraint`.
     first_mask: Mask | None = None
+    # Who asks; "" where clients are not told apart.
+    client: str = ""
+    client_limits: ClientLimits = NO_CLIENT_LIMITS
 
     state: RequestState = RequestState.WAITING
     slot: int = -1
@@ -122,7 +128,10 @@ class Request:
     is_placed: bool = False
     # Logprobs of prompt tokens that were released.
     num_prompt_logprobs_told: int = 0
+    # With those that a former process told, for a request that goes on from there.
     generated_token_ids: list[int] = field(default_factory=list)
+    # Of these, so many at the end are held back: see trial.py.
+    num_untold: int = 0
     admitted_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
@@ -136,6 +145,17 @@ class Request:
     def choice_index(self) -> int:
         """Which answer to the call this is, from 0."""
         return int(self.request_id.partition(_CHOICE_MARK)[2] or 0)
+
+    @property
+    def num_told(self) -> int:
+        """Generated tokens that were released."""
+        return len(self.generated_token_ids) - self.num_untold
+
+    def known_token_ids(self) -> array[int]:
+        """The prompt and what was generated; the prompt's own array while nothing was."""
+        if not self.generated_token_ids:
+            return self.prompt_token_ids
+        return self.prompt_token_ids + array("I", self.generated_token_ids)
 
     @property
     def max_len(self) -> int:
@@ -223,7 +243,5 @@ def finished_event(
 
 def failed_event(request: Request, now_ns: int, message: str) -> FinishedEvent:
     """The event that ends `request` now because of a fault of ours."""
-    num_generated = len(request.generated_token_ids)
-    return finished_event(
-        request, FinishReason.ERROR, num_generated, now_ns, None, message, "INTERNAL"
-    )
+    num_told = request.num_told
+    return finished_event(request, FinishReason.ERROR, num_told, now_ns, None, message, "INTERNAL")

@@ -1,9 +1,9 @@
-"""Waiting: the first-come-first-served queue, deadlines, and when to try again."""
+"""Waiting: who is next, deadlines, and when to try again."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 
 from .errors import QueueFullError
 from .request import Request
@@ -14,7 +14,7 @@ _FIRST_GUESS_NS = 1_000_000_000
 
 
 class RequestQueue:
-    """Requests in order of arrival. Push, pop and removal by id take O(1)."""
+    """First come, first served. A client that may run no more requests is passed over."""
 
     def __init__(self, max_len: int, max_tokens: int = 0) -> None:
         """At most max_len (at least 1) requests and, unless 0, max_tokens prompt tokens wait."""
@@ -25,21 +25,35 @@ class RequestQueue:
         self.max_len = max_len
         self.max_tokens = max_tokens
         self.num_tokens = 0
+        # By client, of those admitted and not released; clients without any are left out.
+        self.num_running: Counter[str] = Counter()
         self._requests: OrderedDict[str, Request] = OrderedDict()
+        # By client that waits: its requests, each with its place in the order of arrival.
+        self._places: dict[str, OrderedDict[str, int]] = {}
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
+        """In order of arrival."""
         return iter(self._requests.values())
 
-    def push(self, requests: Sequence[Request], spare: int, retry_after_s: float) -> None:
-        """Adds all at the tail, or none. `spare` may wait beyond max_len: they are seated at once.
+    def num_waiting_of(self, client: str) -> int:
+        return len(self._places.get(client, ()))
 
-        QueueFullError, with retry_after_s, at a bound. An empty queue takes prompts of any length.
+    def push(
+        self, requests: Sequence[Request], spare: int, retry_after_s: float, max_waiting: int = 0
+    ) -> None:
+        """Adds the requests of one call at the tail, or none. `spare` may wait beyond the bounds:
+        they are seated at once.
+
+        QueueFullError, with retry_after_s, at a bound: unless 0, max_waiting of the client may
+        wait. An empty queue takes prompts of any length.
         """
+        beside = f" and {len(requests)} more came" if len(requests) > 1 else ""
+        self._check_client(requests, spare, retry_after_s, max_waiting, beside)
         if len(self) + len(requests) > self.max_len + spare:
-            beside = f" and {len(requests)} more came" if len(requests) > 1 else ""
             raise QueueFullError(
                 f"{len(self)} requests wait{beside}, the limit is {self.max_len}; retry later",
                 retry_after_s,
@@ -51,20 +65,85 @@ class RequestQueue:
                 f"the limit is {self.max_tokens}; retry later",
                 retry_after_s,
             )
-        self._requests.update((request.request_id, request) for request in requests)
-        self.num_tokens += num_new
+        self.append(requests)
 
-    def pop(self) -> Request:
-        """Takes the head. KeyError when empty."""
-        _, request = self._requests.popitem(last=False)
-        self.num_tokens -= len(request.prompt_token_ids)
+    def _check_client(
+        self,
+        requests: Sequence[Request],
+        spare: int,
+        retry_after_s: float,
+        max_waiting: int,
+        beside: str,
+    ) -> None:
+        request = requests[0]
+        max_running = request.client_limits.max_running
+        if max_running:
+            spare = max(0, min(spare, max_running - self.num_running[request.client]))
+        num_waiting = self.num_waiting_of(request.client)
+        if max_waiting and num_waiting + len(requests) > max_waiting + spare:
+            raise QueueFullError(
+                f"{num_waiting} requests of this client wait{beside}, the limit for one client is "
+                f"{max_waiting}; retry later",
+                retry_after_s,
+            )
+
+    def append(self, requests: Iterable[Request]) -> None:
+        """Adds them at the tail, whatever the bounds."""
+        for request in requests:
+            self._requests[request.request_id] = request
+            places = self._places.setdefault(request.client, OrderedDict())
+            places[request.request_id] = self._num_pushed
+            self._num_pushed += 1
+            self.num_tokens += len(request.prompt_token_ids)
+
+    def head(self) -> Request | None:
+        """The one to be admitted next; None when none waits that may run."""
+        able = [client for client in self._places if self._may_run(client)]
+        return self._first_of(min(able, key=self._rank)) if able else None
+
+    def admit(self, request_id: str) -> Request:
+        """Takes a request out, to run until its `release`. KeyError when it does not wait."""
+        request = self.remove(request_id)
+        self.num_running[request.client] += 1
         return request
+
+    def release(self, request: Request) -> None:
+        """An admitted request has ended."""
+        self.num_running[request.client] -= 1
+        if not self.num_running[request.client]:
+            del self.num_running[request.client]
 
     def remove(self, request_id: str) -> Request:
         """Takes a request out of the middle. KeyError when it does not wait."""
         request = self._requests.pop(request_id)
         self.num_tokens -= len(request.prompt_token_ids)
+        places = self._places[request.client]
+        del places[request_id]
+        if not places:
+            del self._places[request.client]
         return request
+
+    def _rank(self, client: str) -> tuple[int, ...]:
+        """The client of the lowest one is next."""
+        return (self._first_place(client),)
+
+    def _first_place(self, client: str) -> int:
+        return next(iter(self._places[client].values()))
+
+    def _first_of(self, client: str) -> Request:
+        return self._requests[next(iter(self._places[client]))]
+
+    def _may_run(self, client: str) -> bool:
+        max_running = self._first_of(client).client_limits.max_running
+        return not max_running or self.num_running[client] < max_running
+
+
+class FairQueue(RequestQueue):
+    """The client with the fewest running requests is next; of equals the one whose oldest waits
+    longest. First come, first served among the requests of one client."""
+
+    def _rank(self, client: str) -> tuple[int, ...]:
+        return (self.num_running[client], self._first_place(client))
 
 
 class Deadlines:

@@ -3,10 +3,12 @@
 Pure: no I/O, no clock, no asyncio. The engine calls `expire`, `plan_step` and `apply_result`; time
 comes in as an argument, on the clock of Request.arrival_ns.
 
-Policy: strict first come, first served. Each command carries a decode row for every request whose
-prompt is planned, then prefill chunks (step_plan.py says whose). Commands are planned ahead of the
-results (seat.py says why that is safe); a result for a slot's former tenant is known by its
-generation and dropped. What a slot holds outlives its tenant (prefix_index.py) and is reused.
+Policy: first come, first served, or fair shares (request_queue.py). Each command carries a decode
+row for every request whose prompt is planned, then prefill chunks (step_plan.py says whose).
+Commands are planned ahead of the results (seat.py says why that is safe); a result for a slot's
+former tenant is known by its generation and dropped. What a slot holds outlives its tenant
+(prefix_index.py) and is reused.
+After a loss of the workers those that may be its cause run one at a time (trial.py).
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ from .request import (
     TokenEvent,
     finished_event,
 )
-from .request_queue import Deadlines, RequestQueue, ServiceTime
+from .request_queue import Deadlines, FairQueue, RequestQueue, ServiceTime
 from .seat import Seat
 from .slots import Slot, SlotTable, SlotView
 from .step import Outstanding, PlannedRow, ResultError, RowResult, StepCommand, StepResult
-from .step_plan import MaskWait, StepPace, plan_rows
+from .step_plan import MaskWait, PrefillPace, StepPace, plan_rows
+from .trial import Trial
 
 # Message and status of a request whose row is corrupted.
 _CORRUPTED = ("the model gave logits that are no numbers for this request", "INTERNAL")
+# The same of one that is convicted by its trial.
+_POISONED = (
+    "the workers died of this request twice, it was given up; the server's log says how they died",
+    "INTERNAL",
+)
 # The same where a constraint leaves nothing.
 _DEAD_END = (
     "the output can no longer become what the constraint asks for: no token can continue it",
@@ -51,7 +59,8 @@ class Scheduler:
         """`counters` goes on counting from a former scheduler's."""
         self.limits = limits
         self.counters = counters or Counters()
-        self.queue = RequestQueue(limits.max_queue_len, limits.max_queued_tokens)
+        queue = FairQueue if limits.fair_share else RequestQueue
+        self.queue = queue(limits.max_queue_len, limits.max_queued_tokens)
         self.table = SlotTable(limits.num_slots, limits.max_running)
         self.prefixes = PrefixPlan(
             limits.num_slots, limits.prefix_reuse, self.counters.prefix_cache
@@ -63,7 +72,10 @@ class Scheduler:
         self.outstanding: deque[Outstanding] = deque()
         # Live answers of each call.
         self.calls: Counter[str] = Counter()
+        self.trial = Trial()
         self._deadlines = Deadlines()
+        self._prefill_pace = PrefillPace(limits.full_step_tokens)
+        self._sampled: list[tuple[Request, tuple[int, ...]]] = []
         self._pace = StepPace(limits.run_ahead_window_ns, limits.max_steps_per_command)
         self._mask_wait = MaskWait()
         self._service_time = ServiceTime()
@@ -112,20 +124,53 @@ class Scheduler:
 
         DuplicateRequestError, QueueFullError; InvalidArgumentError when one can never run.
         """
+        self._check(requests)
+        self.limits.check_number(requests)
+        spare, num_waiting = self.table.num_spare, len(self.queue)
+        max_running = self.limits.max_running_of(requests[0])
+        retry_after_s = self._service_time.retry_after_s(max_running)
+        max_waiting = self.limits.max_waiting_of(requests[0])
+        self.queue.push(requests, spare, retry_after_s, max_waiting)
+        for request in requests:
+            self._accept(request)
+        return max(0, num_waiting - spare)
+
+    def resume(self, requests: Sequence[Request], now_ns: int) -> list[Event]:
+        """Queues answers to one call that a former scheduler accepted, behind those that wait and
+        whatever the bounds; each goes on behind its generated_token_ids, where its first_mask is.
+
+        Returns the ends of those whose tokens have reached it. Errors as of `submit`, but that the
+        queue is never full.
+        """
+        self._check(requests)
+        self.queue.append(requests)
+        for request in requests:
+            self._accept(request)
+        return [end for one in requests if (end := self._end_reached(one, now_ns)) is not None]
+
+    def _check(self, requests: Sequence[Request]) -> None:
         call_id = requests[0].call_id
         if call_id in self.calls:
             raise DuplicateRequestError(
                 f"a request of id {call_id!r} waits or runs; choose another id or wait for its end"
             )
-        self.limits.check_number(len(requests))
         for request in requests:
             self.limits.check(request)
-        spare, num_waiting = self.table.num_spare, len(self.queue)
-        retry_after_s = self._service_time.retry_after_s(self.limits.max_running)
-        self.queue.push(requests, spare, retry_after_s)
-        for request in requests:
-            self._accept(request)
-        return max(0, num_waiting - spare)
+
+    def _end_reached(self, request: Request, now_ns: int) -> FinishedEvent | None:
+        tokens, mask = request.generated_token_ids, request.first_mask
+        if tokens and tokens[-1] in request.end_token_ids:
+            return self._finish(request, FinishReason.STOP, now_ns, matched=tokens[-1])
+        if len(tokens) >= request.max_new_tokens:
+            return self._finish(request, FinishReason.LENGTH, now_ns)
+        if mask is not None and mask.allowed is None:
+            return self._end_constrained(request, mask, now_ns)
+        return None
+
+    def _end_constrained(self, request: Request, mask: Mask, now_ns: int) -> FinishedEvent:
+        if mask.is_complete:
+            return self._finish(request, FinishReason.STOP, now_ns)
+        return self.cancel(request.request_id, FinishReason.ERROR, now_ns, *_DEAD_END)
 
     def _accept(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -155,10 +200,10 @@ class Scheduler:
         UnknownRequestError when it has ended already; ValueError unless num_tokens were released.
         """
         request = self._live(request_id)
-        if not 0 <= num_tokens <= len(request.generated_token_ids):
+        if not 0 <= num_tokens <= request.num_told:
             raise ValueError(
                 f"request {request_id!r} cannot stop at {num_tokens} tokens, "
-                f"{len(request.generated_token_ids)} were released"
+                f"{request.num_told} were released"
             )
         return self._finish(request, FinishReason.STOP, now_ns, num_generated=num_tokens)
 
@@ -179,9 +224,14 @@ class Scheduler:
             seat = self.seats[request.slot]
             seat.mask, seat.mask_index = mask, num_generated
             return []
-        if mask.is_complete:
-            return [self._finish(request, FinishReason.STOP, now_ns)]
-        return [self.cancel(request_id, FinishReason.ERROR, now_ns, *_DEAD_END)]
+        held = self._note_told(request, self.trial.clear(request_id), now_ns)
+        return [*held, self._end_constrained(request, mask, now_ns)]
+
+    def take_sampled(self) -> list[tuple[Request, tuple[int, ...]]]:
+        """Constrained requests that go on, each with tokens that it got since the last call, told
+        or not: it waits for the mask behind them."""
+        sampled, self._sampled = self._sampled, []
+        return sampled
 
     def flush(self) -> int:
         """Forgets what every slot holds, also the busy ones' so far; returns the tokens of free
@@ -191,19 +241,30 @@ class Scheduler:
         return num_tokens
 
     def expire(self, now_ns: int) -> list[Event]:
-        """Ends every request whose deadline is at or before now. Call it before `plan_step`."""
-        return [self._expire(self.requests[i], now_ns) for i in self._deadlines.due(now_ns)]
+        """Ends every request whose deadline is at or before now, and those that are to be admitted
+        next and cannot have a token by then. Call it before `plan_step`."""
+        ended: list[Event] = [
+            self._expire(self.requests[i], now_ns) for i in self._deadlines.due(now_ns)
+        ]
+        while self.table.num_spare and not self.trial.is_on:
+            request = self.queue.head()
+            least_ns = 0 if request is None else self._hopeless_ns(request, now_ns)
+            if request is None or not least_ns:
+                break
+            ended.append(self._end_hopeless(request, least_ns, now_ns))
+        return ended
 
     def plan_step(self, now_ns: int) -> StepCommand | None:
         """The next command, to be sent to every rank; None when there is nothing to send now."""
         if not self.may_run_ahead:
             return None
         self._admit(now_ns)
+        seats = self.trial.allowed(self.seats, self.outstanding)
         is_idle = not self.outstanding
-        if self._mask_wait.holds(self.seats.values(), self._pace.step_ns, is_idle, now_ns):
+        if self._mask_wait.holds(seats.values(), self._pace.step_ns, is_idle, now_ns):
             return None
         num_logprobs_steps = sum(step.num_logprobs_steps for step in self.outstanding)
-        plan = plan_rows(self.seats, self.limits, self._pace, self.prefixes, num_logprobs_steps)
+        plan = plan_rows(seats, self.limits, self._pace, self.prefixes, num_logprobs_steps)
         if plan is None:
             return None
         command = StepCommand(self._epoch, self._next_step_id, plan.num_steps, tuple(plan.rows))
@@ -214,7 +275,7 @@ class Scheduler:
                 command.step_id,
                 plan.num_steps,
                 tuple(plan.planned),
-                bool(plan.chunks),
+                plan.num_prefill_tokens,
             )
         )
         return command
@@ -236,6 +297,15 @@ class Scheduler:
             if seat is not None:
                 events += self._apply_row(seat, planned, row, now_ns)
         return events
+
+    def lose_group(self, now_ns: int) -> list[Event]:
+        """The workers were lost; returns the end of a request that they died of twice. Call it
+        before `rebuild`, once for each loss."""
+        convicted = self.trial.judge(self.outstanding, self.seats)
+        self.outstanding.clear()
+        self.counters.poisoned += len(convicted)
+        error = FinishReason.ERROR
+        return [self.cancel(one.request_id, error, now_ns, *_POISONED) for one in convicted]
 
     def rebuild(self, epoch: int, next_step_id: int) -> None:
         """The workers start anew, with empty slots: forgets what is outstanding and what slots
@@ -292,9 +362,12 @@ class Scheduler:
         )
 
     def _admit(self, now_ns: int) -> None:
-        while self.queue and self.table.num_spare:
-            request = self.queue.pop()
-            seat = self._seat(request)
+        while self.table.num_spare and not self.trial.is_on:
+            request = self.queue.head()
+            # `expire` ends a hopeless one before the next plan: a command is on its way by then.
+            if request is None or self._hopeless_ns(request, now_ns):
+                return
+            seat = self._seat(self.queue.admit(request.request_id))
             self.prefixes.join(seat, self.seats.values())
             self.seats[seat.slot] = seat
             request.slot = seat.slot
@@ -303,14 +376,43 @@ class Scheduler:
     def _seat(self, request: Request) -> Seat:
         index = self.prefixes.choose_slot(self.table.free(), request)
         slot = self.table.take(index, request.request_id)
-        seat = Seat(request, slot.index, slot.generation, slot.decode_row, mask=request.first_mask)
+        seat = Seat(
+            request,
+            slot.index,
+            slot.generation,
+            slot.decode_row,
+            mask=request.first_mask,
+            mask_index=len(request.generated_token_ids),
+        )
         seat.start(slot.generation)
         return seat
 
+    def _hopeless_ns(self, request: Request, now_ns: int) -> int:
+        """The least time to the first token of a request that cannot have it by its deadline; 0
+        where it may."""
+        if request.deadline_ns is None:
+            return 0
+        num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
+        if now_ns + self._prefill_pace.least_ns(num_tokens) <= request.deadline_ns:
+            return 0
+        num_tokens -= self.prefixes.num_reusable(request, self.seats.values())
+        least_ns = self._prefill_pace.least_ns(num_tokens)
+        return least_ns if now_ns + least_ns > request.deadline_ns else 0
+
+    def _end_hopeless(self, request: Request, least_ns: int, now_ns: int) -> FinishedEvent:
+        assert request.deadline_ns is not None
+        message = (
+            f"not started: its prompt of {len(request.prompt_token_ids)} tokens takes at least "
+            f"{least_ns / 1e9:.3g} s, and the deadline is in "
+            f"{(request.deadline_ns - now_ns) / 1e9:.3g} s"
+        )
+        return self._finish(request, FinishReason.DEADLINE, now_ns, message=message)
+
     def _count_step(self, step: Outstanding, result: StepResult) -> None:
-        if step.has_prefill:
+        if step.num_prefill_tokens:
             self.counters.num_steps += 1
             self.counters.prefill_step_ns += result.duration_ns
+            self._prefill_pace.observe(result.duration_ns, step.num_prefill_tokens)
             return
         num_steps = max(len(row.token_ids) for row in result.rows)
         self.counters.num_steps += num_steps
@@ -334,17 +436,29 @@ class Scheduler:
         first_index = len(request.generated_token_ids)
         matched = self._append_tokens(request, row.token_ids)
         self.prefixes.note_tokens(seat)
-        if request.first_token_ns is None:
-            request.first_token_ns = now_ns
-        request.last_token_ns = now_ns
         request.state = RequestState.DECODE
         new = tuple(request.generated_token_ids[first_index:])
-        self.counters.num_generated_tokens += len(new)
-        events.append(TokenEvent(request.request_id, first_index, new, row.logprobs[: len(new)]))
-        if matched is not None:
-            events.append(self._finish(request, FinishReason.STOP, now_ns, matched=matched))
-        elif len(request.generated_token_ids) == request.max_new_tokens:
-            events.append(self._finish(request, FinishReason.LENGTH, now_ns))
+        event = TokenEvent(request.request_id, first_index, new, row.logprobs[: len(new)])
+        at_limit = len(request.generated_token_ids) == request.max_new_tokens
+        told = self.trial.release(event)
+        if matched is None and not at_limit:
+            if request.constraint is not None:
+                self._sampled.append((request, new))
+            return [*events, *self._note_told(request, told, now_ns)]
+        told += self.trial.clear(request.request_id)
+        events += self._note_told(request, told, now_ns)
+        reason = FinishReason.LENGTH if matched is None else FinishReason.STOP
+        return [*events, self._finish(request, reason, now_ns, matched=matched)]
+
+    def _note_told(
+        self, request: Request, events: Sequence[TokenEvent], now_ns: int
+    ) -> Sequence[TokenEvent]:
+        """These are told now."""
+        if events:
+            if request.first_token_ns is None:
+                request.first_token_ns = now_ns
+            request.last_token_ns = now_ns
+            self.counters.num_generated_tokens += sum(len(event.token_ids) for event in events)
         return events
 
     @staticmethod
@@ -374,7 +488,7 @@ class Scheduler:
     def _expire(self, request: Request, now_ns: int) -> FinishedEvent:
         message = (
             f"the deadline passed after {(now_ns - request.arrival_ns) / 1e9:.1f} s, "
-            f"with {len(request.generated_token_ids)} of {request.max_new_tokens} tokens generated"
+            f"with {request.num_told} of {request.max_new_tokens} tokens generated"
         )
         return self._finish(request, FinishReason.DEADLINE, now_ns, message=message)
 
@@ -393,7 +507,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         self.counters.count_end(reason)
         if num_generated is None:
-            num_generated = len(request.generated_token_ids)
+            num_generated = request.num_told
         return finished_event(request, reason, num_generated, now_ns, matched, message, status)
 
     def _release(self, request: Request, now_ns: int) -> None:
@@ -405,6 +519,8 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self.queue.remove(request.request_id)
             return
+        self.trial.discard(request.request_id)
+        self.queue.release(request)
         del self.seats[request.slot]
         self.table.release(request.slot)
         request.slot = -1

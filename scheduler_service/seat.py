@@ -145,12 +145,7 @@ class Seat:
         """
         request = self.request
         self.generation = generation
-        self.prefill_token_ids = request.prompt_token_ids
-        if request.generated_token_ids:
-            # A new array: the prompt is the request's.
-            self.prefill_token_ids = self.prefill_token_ids + array(
-                "I", request.generated_token_ids
-            )
+        self.prefill_token_ids = request.known_token_ids()
         self.num_prefill_planned = 0
         self.num_generated_planned = len(request.generated_token_ids)
         self.num_computed = 0

@@ -89,7 +89,6 @@ class ServeLoop:
     ) -> None:
         """`tell` is given the events of requests, in order."""
         self.scheduler = scheduler
-        self.num_results = 0
         self._group = group
         self._tell = tell
         self._silence = SilenceWatch(worker_timeout_s, self._on_silence)
@@ -108,15 +107,13 @@ class ServeLoop:
         """Serves until the group is lost; returns why. EngineBugError: the scheduler is broken."""
         self._silence.stop()
         self._is_serving = True
-        self.num_results = 0
         try:
             self._pump()
             while True:
                 result = await self._group.receive()
-                self.num_results += 1
                 events = self.scheduler.apply_result(result, time.monotonic_ns())
                 self._silence.heard(more_is_due=bool(self.scheduler.outstanding))
-                self._advance_constraints(events)
+                self._advance_constraints()
                 self._pump(events)
         except GroupError as error:
             return error
@@ -141,12 +138,10 @@ class ServeLoop:
         self._silence.stop()
         self._cancel_timer()
 
-    def _advance_constraints(self, events: Iterable[Event]) -> None:
+    def _advance_constraints(self) -> None:
         """Finds out what may follow the tokens of constrained requests that go on."""
-        for event in events:
-            request = self.scheduler.requests.get(event.request_id)
-            if request is not None and request.constraint and isinstance(event, TokenEvent):
-                self._masks.advance(request, event.token_ids)
+        for request, token_ids in self.scheduler.take_sampled():
+            self._masks.advance(request, token_ids)
 
     def _on_mask(self, request: Request, num_generated: int, mask: Mask | BaseException) -> None:
         """Its next command goes out at once, or as soon as one less is under way."""

@@ -151,7 +151,8 @@ class Outstanding:
     step_id: int
     num_steps: int
     rows: tuple[PlannedRow, ...]
-    has_prefill: bool
+    # Computed by its chunks; 0: it has none.
+    num_prefill_tokens: int
 
     @property
     def num_logprobs_steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from .limits import Limits
 from .prefix_plan import PrefixPlan
 from .seat import Seat
 from .step import PlannedRow, PrefillChunk, Row
+
+# Whose best rate counts.
+_NUM_RECENT_STEPS = 256
 
 
 class StepPace:
@@ -32,6 +36,25 @@ class StepPace:
             return 1
         nearest = (self._window_ns + self.step_ns // 2) // self.step_ns
         return max(1, min(self._max_steps, nearest))
+
+
+class PrefillPace:
+    """The least time that prompts can take, as steps of late did; depends on nothing else."""
+
+    def __init__(self, min_step_tokens: int) -> None:
+        """Steps of fewer prompt tokens say nothing: the fewer, the longer each one takes."""
+        self._min_step_tokens = min_step_tokens
+        # Nanoseconds and prompt tokens of full steps.
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_NUM_RECENT_STEPS)
+
+    def observe(self, duration_ns: int, num_tokens: int) -> None:
+        """A step with so many prompt tokens took duration_ns."""
+        if num_tokens >= self._min_step_tokens:
+            self._recent.append((duration_ns, num_tokens))
+
+    def least_ns(self, num_tokens: int) -> int:
+        """At the best rate seen; 0 while nothing is known."""
+        return min((ns * num_tokens // of for ns, of in self._recent), default=0)
 
 
 @dataclass(slots=True)
@@ -86,6 +109,10 @@ class StepPlan:
     rows: list[Row] = field(default_factory=list)
     planned: list[PlannedRow] = field(default_factory=list)
     chunks: list[tuple[Seat, PrefillChunk]] = field(default_factory=list)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for _, chunk in self.chunks)
 
     def add_decode(self, seat: Seat) -> None:
         row, planned = seat.take_decode(self.num_steps)

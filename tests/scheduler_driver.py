@@ -17,7 +17,6 @@ from scheduler_service.request import (
     PromptLogprobsEvent,
     Request,
     Sampling,
-    TokenEvent,
     TokenLogprobs,
 )
 from scheduler_service.scheduler import Scheduler
@@ -145,6 +144,9 @@ class Driver:
         self.now_ns += result.duration_ns
         events = self.scheduler.apply_result(result, self.now_ns)
         self._tell(events)
+        self.masks_due.update(
+            (request.request_id, token_ids) for request, token_ids in self.scheduler.take_sampled()
+        )
         return events
 
     def give_mask(self, request_id: str) -> None:
@@ -172,6 +174,7 @@ class Driver:
         self.worker = self._new_worker()
         self.worker.last_step_id = 2
         self.sent.clear()
+        self._tell(self.scheduler.lose_group(self.now_ns))
         self.scheduler.rebuild(self.epoch, next_step_id=3)
 
     def step(self) -> list[Event]:
@@ -197,6 +200,3 @@ class Driver:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             self.told[event.request_id].take(event)
-            request = self.scheduler.requests.get(event.request_id)
-            if request is not None and request.constraint and isinstance(event, TokenEvent):
-                self.masks_due[event.request_id] = event.token_ids
