@@ -27,6 +27,7 @@ STDLIB_ONLY = {
     "slots",
     "step",
     "step_plan",
+    "trial",
 }
 PROTO_BORDER = {
     "scheduler_service": {"server", "messages", "worker_link", "worker_messages"},
