@@ -49,7 +49,7 @@ class ChatTemplate:
         try:
             self._code = self._sandbox.compile_bounded(source)
             self.knows_no_content = _asks_for_no_content(self._sandbox.parse(source))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
 
     def mentions(self, name: str) -> bool:

@@ -7,9 +7,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# The largest known tokenizer.json has 35 MB.
+MAX_JSON_BYTES = 128 << 20
+MAX_ERROR_CHARS = 1500
+
 
 class ModelFilesError(Exception):
-    """A checkpoint folder cannot be served. The message names the file, and the key and value."""
+    """A checkpoint folder cannot be served. The message names the file, and the key and value.
+
+    They may be anything: a long message is cut in the middle, and what UTF-8 cannot spell escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_ERROR_CHARS:
+            half = MAX_ERROR_CHARS // 2
+            message = f"{message[:half]} ... {message[-half:]}"
+        super().__init__(message.encode(errors="backslashreplace").decode())
 
 
 class JsonFile:
@@ -22,14 +35,9 @@ class JsonFile:
     @classmethod
     def read(cls, path: Path) -> JsonFile:
         """ModelFilesError when the file is missing, no JSON, or no object."""
-        if path.exists() and not path.is_file():
-            raise ModelFilesError(f"{path}: not a file")
+        text = read_text(path, MAX_JSON_BYTES)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelFilesError(f"{path}: no such file; a checkpoint needs it") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFilesError(f"{path}: cannot be read: {error}") from error
+            values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ModelFilesError(f"{path}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
@@ -95,6 +103,30 @@ class JsonFile:
         if value is not None and not (isinstance(value, str) and is_unicode(value)):
             raise self.wrong(key, "a token's text")
         return value
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """As read_bytes; ModelFilesError as well when it is not UTF-8."""
+    try:
+        return read_bytes(path, max_bytes).decode()
+    except UnicodeDecodeError as error:
+        raise ModelFilesError(f"{path}: cannot be read: {error}") from error
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """A file's content. ModelFilesError when it is missing, no file, or too long."""
+    if path.exists() and not path.is_file():
+        raise ModelFilesError(f"{path}: not a file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise ModelFilesError(f"{path}: no such file; a checkpoint needs it") from None
+    except OSError as error:
+        raise ModelFilesError(f"{path}: cannot be read: {error}") from error
+    if len(content) > max_bytes:
+        raise ModelFilesError(f"{path}: has more than {max_bytes:,} bytes")
+    return content
 
 
 def is_unicode(text: str) -> bool:

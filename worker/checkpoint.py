@@ -20,6 +20,8 @@ from worker.safetensors_file import DTYPE_BYTES, SafetensorsHeader, StoredTensor
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 HEAD_NAME = "lm_head.weight"
+# An index of a supported model takes some 6 MB.
+MAX_JSON_BYTES = 16 << 20
 _MAX_NAMES_IN_ERROR = 6
 _MAX_FILE_NAME = 255
 
@@ -60,7 +62,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if weight_map is None:
         weight_map = dict.fromkeys(headers[SINGLE_NAME].tensors, SINGLE_NAME)
     located = _locate(weight_map, headers)
-    _check_tensors(config, located)
+    _check_tensors(directory, config, located)
     stray = {path.name for path in directory.glob("*.safetensors")} - files
     wanted = parameter_shapes(config)
     return Checkpoint(
@@ -154,7 +156,10 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: not a file")
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: has more than {MAX_JSON_BYTES:,} bytes")
         value = json.loads(content)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
@@ -190,18 +195,21 @@ def _locate(
     }
 
 
-def _check_tensors(config: ModelConfig, located: dict[str, TensorLocation]) -> None:
+def _check_tensors(
+    directory: Path, config: ModelConfig, located: dict[str, TensorLocation]
+) -> None:
     wanted = parameter_shapes(config)
     missing = wanted.keys() - located.keys()
     if missing:
-        raise CheckpointError(f"missing tensors: {_listed(missing)}")
+        raise CheckpointError(f"{directory}: missing tensors: {_listed(missing)}")
     if config.tie_word_embeddings:
         # Some exporters store the tied head a second time; it must at least be the same matrix.
         wanted |= {HEAD_NAME: wanted["model.embed_tokens.weight"]}
     unknown = {n for n in located.keys() - wanted.keys() if not n.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise CheckpointError(
-            f"unknown tensors: {_listed(unknown)}; a {config.model_type} model has none such"
+            f"{directory}: unknown tensors: {_listed(unknown)}; a {config.model_type} model has "
+            "none such"
         )
     for name in sorted(located.keys() & wanted.keys()):
         stored = located[name].stored
@@ -211,7 +219,8 @@ def _check_tensors(config: ModelConfig, located: dict[str, TensorLocation]) -> N
             )
         if stored.dtype not in DTYPE_BYTES:
             raise CheckpointError(
-                f"{name} is stored as {stored.dtype}; supported: {', '.join(DTYPE_BYTES)}; "
+                f"{name} in {located[name].path.name} is stored as {stored.dtype!r}; supported: "
+                f"{', '.join(DTYPE_BYTES)}; "
                 "take the model as it was published before it was quantised"
             )
 

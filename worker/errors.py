@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_MAX_CHARS = 1500
+
 
 class WorkerError(Exception):
     """Base of what a worker can report; `status` is the name of a gRPC status code."""
@@ -16,7 +18,14 @@ class SetupError(WorkerError):
 
 
 class CheckpointError(SetupError):
-    """The model folder is incomplete, damaged or not supported."""
+    """The model folder is incomplete, damaged or not supported.
+
+    Names and values in the message come from files that nobody has checked: it is cut in the middle
+    to what a status can carry, and what UTF-8 cannot spell is escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_shown(message))
 
 
 class MemoryPlanError(SetupError):
@@ -39,3 +48,10 @@ class SetupCancelledError(WorkerError):
     """The stream ended while the rank was being set up."""
 
     status = "CANCELLED"
+
+
+def _shown(message: str) -> str:
+    if len(message) > _MAX_CHARS:
+        half = _MAX_CHARS // 2
+        message = f"{message[:half]} ... {message[-half:]}"
+    return message.encode(errors="backslashreplace").decode()

@@ -15,7 +15,10 @@ from typing import Any
 
 from worker.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000
+# The longest of a supported model takes some 6 MB; read, it takes up to thirty times as much.
+MAX_HEADER_BYTES = 16 << 20
+# A product of many sizes below 2^63 takes minutes; a parameter has two dimensions at most.
+MAX_DIMENSIONS = 16
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -88,7 +91,8 @@ def _parse_entry(file: str, name: str, entry: Any) -> StoredTensor:
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file}: damaged header entry of {name}: {entry!r}") from error
-    if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+    are_sizes = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+    if not isinstance(dtype, str) or not are_sizes or len(numbers) > MAX_DIMENSIONS + 2:
         raise CheckpointError(f"{file}: damaged header entry of {name}: {entry!r}")
     return StoredTensor(name, dtype, tuple(shape), begin, end)
 

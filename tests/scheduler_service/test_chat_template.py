@@ -77,9 +77,12 @@ def test_any_failure_is_the_callers_and_short(source):
     assert len(str(caught.value)) < 1000
 
 
-def test_a_broken_template_stops_the_start():
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{% if x %}" * 3000, "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}"]
+)
+def test_a_broken_template_stops_the_start(source):
     with pytest.raises(ModelFilesError, match="does not compile"):
-        ChatTemplate("{% for %}", {})
+        ChatTemplate(source, {})
 
 
 CONTROLS = control_pattern({"<a>", "<a>b", "[x]"})

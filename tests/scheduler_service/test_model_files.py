@@ -173,3 +173,33 @@ def test_a_pipe_in_place_of_config_json_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelFilesError, match="not a file"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "."])
+def test_what_is_no_file_in_place_of_the_template_is_not_read(tmp_path, target):
+    (write_model(tmp_path) / "chat_template.jinja").symlink_to(target)
+    with pytest.raises(ModelFilesError, match=r"chat_template.jinja: not a file"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("chat_template.jinja", "1,048,576"), ("config.json", "134,217,728")]
+)
+def test_files_without_end_are_not_read(tmp_path, name, limit):
+    (write_model(tmp_path) / name).touch()
+    os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(ModelFilesError, match=f"{name}: has more than {limit} bytes"):
+        read(tmp_path)
+
+
+def test_a_template_that_is_too_long(tmp_path):
+    write_model(tmp_path, template="x" * (1 << 20) + "y")
+    with pytest.raises(ModelFilesError, match="of at most 1,048,576 characters"):
+        read(tmp_path)
+
+
+def test_words_of_a_file_fit_an_error():
+    words = str(ModelFilesError("x.json: " + "\ud800" * 10_000 + " at the end"))
+    assert words.startswith("x.json")
+    assert words.endswith("at the end")
+    assert len(words.encode()) < 10_000

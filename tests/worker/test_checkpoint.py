@@ -219,6 +219,9 @@ def entry(
         header({"a": entry(0, 8)}) + bytes(4),
         header({"a": entry(0, 8)}) + bytes(12),
         header({"a": entry(0, 2**70)}),
+        # A product that would take minutes.
+        header({"a": entry(0, 8, shape=[2**62] * 400_000)}) + bytes(8),
+        header({f"name {i}": {} for i in range(1_500_000)}),
     ],
 )
 def test_damaged_headers(tmp_path: Path, content: bytes) -> None:
@@ -243,3 +246,18 @@ def test_a_pipe_in_place_of_config_json_is_not_waited_for(folder: Path) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     refused(folder, "config.json: not a file")
+
+
+def test_a_config_without_end_is_not_read(folder: Path) -> None:
+    os.truncate(folder / "config.json", 1 << 40)
+    refused(folder, "config.json: has more than 16,777,216 bytes")
+
+
+def test_words_of_a_file_fit_an_error(folder: Path) -> None:
+    """An error travels in a status: short, and as UTF-8."""
+    text = (folder / INDEX_NAME).read_text()
+    (folder / INDEX_NAME).write_text(text.replace(f'"{NORM}"', '"' + "\\ud800" * 100_000 + '"'))
+    with pytest.raises(CheckpointError, match="not in") as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value).encode()) < 10_000
+    assert "\\ud800" in str(caught.value)
