@@ -130,6 +130,10 @@ class Calls:
         if call.has_ended:
             self._keep(call)
 
+    def is_known(self, call_id: str) -> bool:
+        """It waits, runs or is still kept."""
+        return call_id in self._calls
+
     def find(self, call_id: str) -> Call:
         """UnknownRequestError; ExpiredRequestError when it was known once."""
         call = self._calls.get(call_id)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
+from fake_engine import FakeEngine, accepting, call, ids
 from tokenizer_files import write_model
 
-from scheduler_service.auth import Caller
 from scheduler_service.calls import DEADLINE_SLACK_NS, PROMPT_PART
 from scheduler_service.constraints import Constraints
 from scheduler_service.errors import (
@@ -18,74 +16,17 @@ from scheduler_service.errors import (
     InvalidArgumentError,
     QueueFullError,
     UnavailableError,
-    UnknownRequestError,
 )
 from scheduler_service.generate_call import ConstraintSpec, GenerateCall, IdsInput
 from scheduler_service.logprobs import LEAST_LOGPROB, TokenLogprob
 from scheduler_service.request import (
-    FinishedEvent,
     FinishReason,
     Mask,
     PromptLogprobsEvent,
-    Request,
-    TokenEvent,
     TokenLogprobs,
     choice_id,
 )
-from scheduler_service.request_stream import RequestStream
-from scheduler_service.service import Accepting, InferenceService, Rejections, load_model
-
-
-@dataclass
-class FakeEngine:
-    """Keeps what it is told; the test plays the events."""
-
-    ready: bool = True
-    clock_ns: int = 100
-    requests: list[Request] = field(default_factory=list)
-    cancelled: list[tuple[str, FinishReason]] = field(default_factory=list)
-    stopped: list[tuple[str, int]] = field(default_factory=list)
-    known: bool = True
-    stream: RequestStream | None = None
-    max_seq_len: int = 64
-    build: str = "b"
-
-    def now_ns(self) -> int:
-        return self.clock_ns
-
-    def info(self):
-        if not self.ready:
-            raise UnavailableError("starting")
-        geometry = SimpleNamespace(
-            max_seq_len=self.max_seq_len,
-            fingerprint="f",
-            build=self.build,
-            weight_dtype="float32",
-            kv_dtype="float32",
-            device_name="cpu",
-        )
-        return SimpleNamespace(geometry=geometry, workers=(None,))
-
-    def submit(self, requests: Sequence[Request]) -> RequestStream:
-        self.requests += requests
-        self.stream = RequestStream(requests[0].call_id, 3, len(requests))
-        return self.stream
-
-    def cancel(self, request_id: str, reason: FinishReason) -> None:
-        if not self.known:
-            raise UnknownRequestError(request_id)
-        self.cancelled.append((request_id, reason))
-
-    def stop_request(self, request_id: str, num_tokens: int) -> bool:
-        self.stopped.append((request_id, num_tokens))
-        return self.known
-
-    def tokens(self, first: int, *ids: int, answer: int = 0, logprobs=()) -> None:
-        self.stream.push(TokenEvent(choice_id("r", answer), first, ids, logprobs))
-
-    def finish(self, reason: FinishReason, num_tokens: int = 0, answer: int = 0, **more) -> None:
-        name = choice_id("r", answer)
-        self.stream.push(FinishedEvent(name, reason, 1, num_tokens, 1, 2, 3, 4, **more))
+from scheduler_service.service import InferenceService, Rejections, load_model
 
 
 @pytest.fixture(scope="module")
@@ -103,20 +44,8 @@ def service(model, engine):
     return InferenceService(model, engine)
 
 
-def accepting(deadline_ns: int | None = None) -> Accepting:
-    return Accepting(Caller(), b"", deadline_ns)
-
-
 def allowed(mask: Mask) -> set[int]:
     return {i for i in range(8 * len(mask.allowed)) if mask.allowed[i // 8] >> i % 8 & 1}
-
-
-def call(**options) -> GenerateCall:
-    return GenerateCall(IdsInput((5,)), request_id="r", **options)
-
-
-def ids(model, text: str) -> list[int]:
-    return [i for char in text for i in model.tokenizer.encode(char)]
 
 
 async def test_what_is_here_is_joined_into_one_update(service, engine, model):

@@ -1,0 +1,446 @@
+"""Reading on: every token and every piece of text exactly once, whoever went away."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fake_engine import FakeEngine, accepting, call, ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_files import write_model
+
+from scheduler_service.answers import FROM_START, ReadFrom, Update
+from scheduler_service.auth import Caller
+from scheduler_service.calls import TOKEN_PART, Generation
+from scheduler_service.errors import (
+    CorruptedError,
+    ExpiredRequestError,
+    InvalidArgumentError,
+    NotEndedError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    SetupDiffersError,
+    SupersededError,
+    UnknownRequestError,
+)
+from scheduler_service.record import AnswerLog
+from scheduler_service.request import (
+    FinishedEvent,
+    FinishReason,
+    PromptLogprobsEvent,
+    TokenEvent,
+    TokenLogprobs,
+)
+from scheduler_service.service import Accepting, InferenceService, Survival, load_model
+
+ME = Caller()
+WAIT_S = 20
+END = FinishedEvent("r", FinishReason.LENGTH, 1, 0, 1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(write_model(tmp_path_factory.mktemp("model")), "")
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def service(model, engine):
+    return InferenceService(model, engine)
+
+
+class Received:
+    """What a client has of one answer, by the rules of the API."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.next_index = 0
+        self.has_end = False
+
+    def add(self, update: Update, *, with_tail: bool = True, with_end: bool = True) -> None:
+        """As messages.responses cuts it."""
+        if not update.is_empty:
+            assert update.first_token_index == self.next_index
+            self.token_ids += update.token_ids
+            self.text += update.text
+            self.next_index += len(update.token_ids)
+        if update.tail.text and with_tail:
+            self.text += update.tail.text
+            self.next_index += 1
+        self.has_end = self.has_end or (update.end is not None and with_end)
+
+
+async def read_to_end(generation: Generation, received: Received) -> None:
+    while not generation.has_ended:
+        for update in await generation.next():
+            received.add(update)
+
+
+async def next_turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  (a timer of the service fires, and tells nobody)
+            await asyncio.sleep(0.01)
+
+
+TEXTS = st.text(st.sampled_from("abc<>é👨 \n"), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    text=TEXTS,
+    stop=st.lists(st.sampled_from(["bc", "aé", "👨", "<>a"]), max_size=2, unique=True),
+    loses=st.sampled_from(["nothing", "tail", "end"]),
+)
+def test_each_token_and_each_character_exactly_once(model, data, text, stop, loses):
+    """A client that is cut off anywhere, also behind the last token, and reads on."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        service = InferenceService(model, engine)
+        tokens = ids(model, text)
+        asked = call(stop=tuple(stop), attach_window_s=9.0)
+        whole, cut = Received(), Received()
+        async with await service.begin(asked, accepting()) as generation:
+            if tokens:
+                engine.tokens(0, *tokens)
+            engine.finish(FinishReason.LENGTH, len(tokens))
+            await read_to_end(generation, whole)
+        engine = FakeEngine()
+        service = InferenceService(model, engine)
+        where = data.draw(st.integers(0, len(tokens)))
+        async with await service.begin(asked, accepting()) as generation:
+            given_ids = tokens[:where]
+            if given_ids:
+                engine.tokens(0, *given_ids)
+                for update in await generation.next():
+                    cut.add(update)
+            if where == len(tokens) and loses != "nothing":
+                engine.finish(FinishReason.LENGTH, len(tokens))
+                for update in await generation.next():
+                    cut.add(update, with_tail=loses == "end", with_end=False)
+        place = ReadFrom(cut.next_index)
+        async with service.attach("r", ME, asked, [place]) as generation:
+            if engine.stream.logs["r"].end is None:
+                if tokens[where:]:
+                    engine.tokens(where, *tokens[where:])
+                engine.finish(FinishReason.LENGTH, len(tokens))
+            await read_to_end(generation, cut)
+        assert (cut.token_ids, cut.text, cut.has_end) == (whole.token_ids, whole.text, True)
+        service.calls.close()
+
+    asyncio.run(run())
+
+
+async def test_a_new_reader_takes_the_place_of_the_old_one(service, engine, model):
+    a, b = ids(model, "ab")
+    first, second = Received(), Received()
+    asked = call()
+    async with await service.begin(asked, accepting()) as old:
+        engine.tokens(0, a)
+        for update in await old.next():
+            first.add(update)
+        waiting = asyncio.ensure_future(old.next())
+        await next_turns()
+        async with service.attach("r", ME, asked, [FROM_START]) as new:
+            with pytest.raises(SupersededError, match="another connection"):
+                await waiting
+            with pytest.raises(SupersededError):
+                await old.next()
+            old.close()
+            assert engine.cancelled == []
+            engine.tokens(1, b)
+            engine.finish(FinishReason.LENGTH, 2)
+            await read_to_end(new, second)
+    assert (first.text, second.text) == ("a", "ab")
+    assert engine.cancelled == []
+
+
+async def test_what_was_not_yet_read_is_not_lost_nor_doubled(service, engine, model):
+    a, b, c = ids(model, "abc")
+    received = Received()
+    asked = call()
+    async with await service.begin(asked, accepting()):
+        engine.tokens(0, a)
+        engine.tokens(1, b)
+        async with service.attach("r", ME, asked, [ReadFrom(1)]) as new:
+            engine.tokens(2, c)
+            engine.finish(FinishReason.LENGTH, 3)
+            received.next_index = 1
+            await read_to_end(new, received)
+    assert received.text == "bc"
+
+
+async def test_it_goes_on_without_a_reader_and_stop_strings_are_found(service, engine, model):
+    asked = call(stop=("bc",), attach_window_s=9.0)
+    async with await service.begin(asked, accepting()):
+        assert service.calls.num_unread == 0
+    assert engine.cancelled == []
+    assert service.calls.num_unread == 1
+    engine.tokens(0, *ids(model, "abcd"))
+    await next_turns()
+    assert engine.stopped == [("r", 3)]
+    engine.finish(FinishReason.STOP, 3)
+    await next_turns()
+    assert service.calls.num_unread == 0
+    received = Received()
+    async with service.attach("r", ME, asked, [FROM_START]) as generation:
+        (update,) = await generation.next()
+        received.add(update)
+        assert update.end.matched_stop == "bc"
+        assert update.end.event.num_generated_tokens == 3
+    assert received.text == "a"
+    assert received.token_ids == ids(model, "abc")
+
+
+async def test_without_a_window_it_ends_with_its_connection(service, engine):
+    async with await service.begin(call(), accepting()):
+        pass
+    assert engine.cancelled == [("r", FinishReason.CANCELLED)]
+
+
+async def test_a_window_that_passes_cancels(service, engine):
+    async with await service.begin(call(attach_window_s=0.01), accepting()):
+        pass
+    assert engine.cancelled == []
+    await until(lambda: engine.cancelled)
+    assert engine.cancelled == [("r", FinishReason.CANCELLED)]
+
+
+async def test_a_reader_in_time_stops_the_window(service, engine, model):
+    asked = call(attach_window_s=0.05)
+    async with await service.begin(asked, accepting()):
+        pass
+    async with service.attach("r", ME, asked, [FROM_START]) as generation:
+        await asyncio.sleep(0.1)
+        assert engine.cancelled == []
+        engine.finish(FinishReason.LENGTH)
+        await read_to_end(generation, Received())
+    assert engine.cancelled == []
+
+
+async def test_indices_beyond_what_was_told(service, engine, model):
+    asked = call(n=2)
+    async with await service.begin(asked, accepting()):
+        engine.tokens(0, *ids(model, "ab"))
+        engine.tokens(0, *ids(model, "a"), answer=1)
+        with pytest.raises(OutOfRangeError, match=r"3 is beyond .* answer 0 .*: 2 tokens"):
+            service.attach("r", ME, asked, [ReadFrom(3)])
+        with pytest.raises(OutOfRangeError, match="answer 1"):
+            service.attach("r", ME, asked, [ReadFrom(2), ReadFrom(2)])
+        with pytest.raises(InvalidArgumentError, match="other_next_token_indices"):
+            service.attach("r", ME, asked, [FROM_START] * 3)
+        # Nobody was disturbed.
+        assert engine.stream is service.calls.find("r").stream
+
+
+async def test_one_beyond_the_end_is_for_a_tail_alone(service, engine, model):
+    asked = call(stop=("bcd",))
+    for text, held in (("abc", "bc"), ("a", "")):
+        async with await service.begin(asked, accepting()) as generation:
+            tokens = ids(model, text)
+            engine.tokens(0, *tokens)
+            engine.finish(FinishReason.LENGTH, len(tokens))
+            await read_to_end(generation, Received())
+        async with service.attach("r", ME, asked, [ReadFrom(len(tokens))]) as generation:
+            (update,) = await generation.next()
+            assert update.tail.text == held
+        async with service.attach("r", ME, asked, [ReadFrom(len(tokens) + 1)]) as generation:
+            if not held:
+                with pytest.raises(OutOfRangeError, match="beyond the end"):
+                    await generation.next()
+                continue
+            (update,) = await generation.next()
+            assert update.tail.text == ""
+            assert update.end is not None
+
+
+async def test_unknown_foreign_and_expired(model, engine):
+    service = InferenceService(model, engine, Survival(retention_s=0.01))
+    with pytest.raises(UnknownRequestError, match="'r' is known"):
+        service.find("r", ME)
+    alice, bob = Caller("alice", is_operator=False), Caller("bob", is_operator=False)
+    async with await service.begin(call(), Accepting(alice, b"")) as generation:
+        assert engine.requests[0].client == "alice"
+        with pytest.raises(PermissionDeniedError, match="another caller's"):
+            service.attach("r", bob, call(), [FROM_START])
+        with pytest.raises(PermissionDeniedError):
+            service.cancel("r", bob)
+        assert engine.cancelled == []
+        service.find("r", Caller("root"), or_operator=True)
+        engine.finish(FinishReason.LENGTH)
+        await read_to_end(generation, Received())
+    await until(lambda: not service.calls.is_known("r"))
+    with pytest.raises(ExpiredRequestError, match=r"0\.01 s"):
+        service.find("r", alice)
+
+
+async def test_the_oldest_go_first_when_memory_runs_short(model, engine):
+    service = InferenceService(model, engine, Survival(max_kept_bytes=6000))
+    for name in ("one", "two", "three"):
+        async with await service.begin(replace(call(), request_id=name), accepting()):
+            engine.stream.push(replace(END, request_id=name))
+    assert [service.calls.is_known(name) for name in ("one", "two", "three")] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ExpiredRequestError):
+        service.find("one", ME)
+
+
+async def test_an_id_that_is_used_again_is_the_new_calls(service, engine, model):
+    for text in ("ab", "c"):
+        async with await service.begin(call(), accepting()) as generation:
+            engine.tokens(0, *ids(model, text))
+            engine.finish(FinishReason.LENGTH, len(text))
+            await read_to_end(generation, Received())
+    received = Received()
+    async with service.attach("r", ME, call(), [FROM_START]) as generation:
+        await read_to_end(generation, received)
+    assert received.text == "c"
+
+
+async def test_an_end_that_is_an_error_comes_behind_its_tokens(service, engine, model):
+    asked = call()
+    async with await service.begin(asked, accepting()) as generation:
+        engine.tokens(0, *ids(model, "ab"))
+        engine.finish(FinishReason.ERROR, 2, message="nan", status="INTERNAL")
+        (update,) = await generation.next()
+        assert update.text == "ab"
+        with pytest.raises(CorruptedError, match="nan"):
+            await generation.next()
+    async with service.attach("r", ME, asked, [ReadFrom(1)]) as generation:
+        (update,) = await generation.next()
+        assert (update.first_token_index, update.text) == (1, "b")
+        with pytest.raises(CorruptedError, match="nan"):
+            await generation.next()
+
+
+async def test_long_answers_are_told_again_in_parts(service, engine, model):
+    engine.max_seq_len = 4 * TOKEN_PART
+    asked = call(attach_window_s=9.0)
+    count = 2 * TOKEN_PART + 10
+    async with await service.begin(asked, accepting()):
+        engine.tokens(0, *(ids(model, "a") * count))
+        engine.finish(FinishReason.LENGTH, count)
+    received = Received()
+    received.next_index = 5
+    async with service.attach("r", ME, asked, [ReadFrom(5)]) as generation:
+        sizes = []
+        while not generation.has_ended:
+            for update in await generation.next():
+                sizes.append(len(update.token_ids))
+                received.add(update)
+    assert received.text == "a" * (count - 5)
+    assert max(sizes) <= TOKEN_PART + 1
+
+
+async def test_prompt_logprobs_are_told_from_where_they_were_lost(service, engine, model):
+    prompt = tuple(ids(model, "abcd"))
+    asked = replace(call(prompt_logprobs=0), prompt=replace(call().prompt, token_ids=prompt))
+    found = tuple(TokenLogprobs(-float(index), 1, (), ()) for index in (1, 2, 3))
+    async with await service.begin(asked, accepting()):
+        engine.stream.push(PromptLogprobsEvent("r", 1, found))
+        place = ReadFrom(0, prompt_index=3)
+        async with service.attach("r", ME, asked, [place]) as generation:
+            (update,) = await generation.next()
+            assert update.first_prompt_index == 3
+            assert [one.token.logprob for one in update.prompt_logprobs] == [-3.0]
+
+
+async def test_a_replay_is_the_same_request_again(service, engine, model):
+    asked = call(temperature=0.5, top_k=7, stop_token_ids=(9,))
+    async with await service.begin(asked, accepting()) as generation:
+        with pytest.raises(NotEndedError, match="still runs"):
+            await service.replay(service.find("r", ME), accepting(), asked)
+        engine.tokens(0, *ids(model, "ab"))
+        engine.finish(FinishReason.LENGTH, 2)
+        await read_to_end(generation, Received())
+    known = service.find("r", ME)
+    async with await service.replay(known, accepting(), asked):
+        first, again = engine.requests
+        assert again.request_id != first.request_id
+        assert again.sampling == first.sampling
+        assert again.prompt_token_ids == first.prompt_token_ids
+        assert again.end_token_ids == first.end_token_ids
+        assert again.max_new_tokens == first.max_new_tokens
+    engine.build = "another"
+    with pytest.raises(SetupDiffersError, match="build is 'another' and was 'b'"):
+        await service.replay(known, accepting(), asked)
+
+
+def recorded(known, *answers: AnswerLog):
+    from scheduler_service.journal import RecordedCall
+
+    return RecordedCall(replace(known.record, call_id="old"), list(answers), None)
+
+
+async def test_a_former_lifes_request_goes_on(service, engine, model):
+    a, b, c = ids(model, "abc")
+    asked = call(attach_window_s=1.0)
+    async with await service.begin(asked, accepting()):
+        pass
+    known = service.find("r", ME)
+    await service.resume(recorded(known, AnswerLog(array("I", [a, b]))), asked)
+    request = engine.requests[-1]
+    assert (request.request_id, request.generated_token_ids) == ("old", [a, b])
+    assert request.sampling == engine.requests[0].sampling
+    assert service.num_resumed == 1
+    # A client may have more of it than the journal.
+    received = Received()
+    received.next_index = 3
+    async with service.attach("old", ME, asked, [ReadFrom(3)]) as generation:
+        engine.stream.push(TokenEvent("old", 2, (c,)))
+        engine.stream.push(TokenEvent("old", 3, (a,)))
+        engine.stream.push(replace(END, request_id="old", num_generated_tokens=4))
+        await read_to_end(generation, received)
+    assert received.text == "a"
+
+
+async def test_a_former_lifes_end_can_be_read(service, engine, model):
+    asked = call()
+    async with await service.begin(asked, accepting()):
+        pass
+    known = service.find("r", ME)
+    tokens = ids(model, "ab")
+    log = AnswerLog(array("I", tokens), end=replace(END, request_id="old", num_generated_tokens=2))
+    await service.resume(recorded(known, log), asked)
+    assert service.num_resumed == 0
+    assert len(engine.requests) == 1
+    engine.known = False
+    received = Received()
+    async with service.attach("old", ME, asked, [FROM_START]) as generation:
+        await read_to_end(generation, received)
+    assert received.text == "ab"
+
+
+async def test_another_set_up_does_not_go_on(service, engine, model):
+    """Its tokens might change in the middle."""
+    asked = call()
+    async with await service.begin(asked, accepting()):
+        pass
+    known = service.find("r", ME)
+    engine.build = "another"
+    await service.resume(recorded(known, AnswerLog(array("I", ids(model, "a")))), asked)
+    assert len(engine.requests) == 1
+    engine.known = False
+    async with service.attach("old", ME, asked, [FROM_START]) as generation:
+        (update,) = await generation.next()
+        assert update.text == "a"
+        with pytest.raises(Exception, match="build is 'another'"):
+            await generation.next()
