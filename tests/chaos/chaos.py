@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from chaos.namespaces import Host
 from chaos.probes import (
     NOT_SERVING,
     SERVING,
@@ -78,13 +80,15 @@ class Strike:
 class Chaos:
     """Readers read through a relay; watchers and probes ask the service itself."""
 
-    def __init__(self, service: Service, wants: Sequence[Want], streams: int, seed: int) -> None:
-        """The service is ready and idle."""
+    def __init__(
+        self, service: Service, wants: Sequence[Want], readers: Readers, relay: Relay, seed: int
+    ) -> None:
+        """The service is ready and idle; the readers dial the relay."""
         self.service = service
         self.rng = random.Random(seed)
         self.log: list[Strike] = []
-        self.relay = Relay(("127.0.0.1", service.port))
-        self.readers = Readers(self.relay.address, wants, streams, seed)
+        self.relay = relay
+        self.readers = readers
         self.readiness = Readiness(service)
         self.wants = wants
         with dial(service.address) as channel:
@@ -136,16 +140,17 @@ class Chaos:
                 return came
         raise AssertionError(f"no token within {RECOVERY_BOUND_S} s\n{self.told()}")
 
-    def strike(self, name: str) -> Strike:
-        """Strikes with the fault of this name and waits until streams go on."""
+    def strike(self, fault: Callable[[Chaos], None], restarts: bool | None = None) -> Strike:
+        """Strikes and waits until streams go on. restarts: readiness tells of it."""
         began = time.monotonic()
-        FAULTS[name](self)
-        self._record(name, began)
+        fault(self)
+        self._record(fault.__name__, began, fault in RESTARTING if restarts is None else restarts)
         self.check()
+        print(self.log[-1], flush=True)
         return self.log[-1]
 
-    def _record(self, name: str, began: float) -> None:
-        if name not in RESTARTING:
+    def _record(self, name: str, began: float, restarts: bool) -> None:
+        if not restarts:
             self.wait_token()
             self.log.append(Strike(name, began - self._began))
             return
@@ -225,7 +230,7 @@ def kill_in_recovery(chaos: Chaos) -> None:
 
 
 def kill_in_start(chaos: Chaos) -> None:
-    """The scheduler, and when another is there a rank of it, or that one too, before it is ready."""
+    """The scheduler, and when another starts, that one too or a rank of it, before it is ready."""
     before = chaos.service.num_starts
     chaos.service.kill()
     poll(lambda: chaos.service.num_starts > before, START_TIMEOUT_S, "another start")
@@ -319,51 +324,41 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-FAULTS: dict[str, Callable[[Chaos], None]] = {
-    one.__name__: one
-    for one in (
-        kill_rank,
-        kill_all_ranks,
-        stop_rank,
-        kill_scheduler,
-        kill_scheduler_and_rank,
-        kill_in_recovery,
-        kill_in_start,
-        stop_scheduler,
-        cut_connections,
-        delay_connections,
-        partition,
-        cancel_storm,
-        slow_reader,
-    )
-}
 # Those that readiness tells of.
-RESTARTING = frozenset(
-    {
-        "kill_rank",
-        "kill_all_ranks",
-        "stop_rank",
-        "kill_scheduler",
-        "kill_scheduler_and_rank",
-        "kill_in_recovery",
-        "kill_in_start",
-    }
+RESTARTING = (
+    kill_rank,
+    kill_all_ranks,
+    stop_rank,
+    kill_scheduler,
+    kill_scheduler_and_rank,
+    kill_in_recovery,
+    kill_in_start,
 )
-SCHEDULER_KILLS = frozenset({"kill_scheduler", "kill_scheduler_and_rank", "kill_in_start"})
+OF_THE_NETWORK = (cut_connections, delay_connections, partition)
+OF_CLIENTS = (cancel_storm, slow_reader)
 
 
 @contextlib.contextmanager
 def chaos_on(
-    service: Service, streams: int, seed: int, num_requests: int, num_tokens: range
+    service: Service,
+    streams: int,
+    seed: int,
+    requests: Sequence[pb.GenerateRequest],
+    host: Host | None = None,
+    **readers: Any,
 ) -> Iterator[Chaos]:
-    """The service started, what it answers undisturbed, chaos inside, and nothing left at the end."""
-    print(f"seed {seed}")
-    used: set[str] = set()
+    """Starts the service, asks what it answers undisturbed, and looks that nothing is left after.
+
+    The readers dial from `host`; None: from this one.
+    """
+    print(f"seed {seed}", flush=True)
     try:
         service.start()
         service.wait_ready()
-        requests = make_requests(random.Random(seed), num_requests, num_tokens)
-        chaos = Chaos(service, undisturbed(service.address, requests, streams), streams, seed)
+        wants = undisturbed(service.address, requests, streams)
+        relay = Relay((service.host, service.port), host.socket if host else None)
+        reading = Readers(relay.address, wants, streams, seed, **readers)
+        chaos = Chaos(service, wants, reading, relay, seed)
         with chaos.running():
             yield chaos
             used = shared_memory([service.pid, *service.ranks()])

@@ -76,7 +76,7 @@ class Readiness:
 
 
 class Probes:
-    """Asks for liveness, slots and load again and again; `faults` holds what was not as it must be."""
+    """Asks for liveness, slots and load again and again; `faults` holds what was not right."""
 
     def __init__(self, service: Service, num_slots: int) -> None:
         self.faults: list[str] = []
@@ -174,3 +174,16 @@ def timed(condition: Callable[[], object]) -> float:
     began = time.monotonic()
     condition()
     return time.monotonic() - began
+
+
+def growth(memory: list[tuple[float, dict[int, int]]]) -> dict[str, str]:
+    """Of the processes that lived longest: resident MiB after a tenth of their life, and at last."""
+    lives: dict[int, list[int]] = {}
+    for _, sizes in memory:
+        for pid, size in sizes.items():
+            lives.setdefault(pid, []).append(size)
+    longest = sorted(lives, key=lambda pid: -len(lives[pid]))[:3]
+    return {
+        f"process {pid}": f"{lives[pid][len(lives[pid]) // 10] >> 20} -> {lives[pid][-1] >> 20} MiB"
+        for pid in longest
+    }

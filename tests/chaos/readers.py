@@ -7,9 +7,10 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -17,6 +18,7 @@ from chaos.service import dial
 from integration.streams import Answer, Generation
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
+from slotwise_client import Client, Delta
 
 ATTACH_WINDOW_MS = 200_000
 # Longer than any recovery: a stream that stands for so long is lost.
@@ -121,8 +123,10 @@ class Tally:
 class Reading:
     """One request, read over as many connections as it takes."""
 
-    def __init__(self, want: Want, request_id: str) -> None:
+    def __init__(self, want: Want, request_id: str, resend: bool = False) -> None:
         self._want = want
+        self._resend = resend
+        self._is_journaled = False
         self.request = pb.GenerateRequest()
         self.request.CopyFrom(want.request)
         self.request.request_id = request_id
@@ -137,7 +141,8 @@ class Reading:
         if not self._is_sent:
             self._is_sent = True
             self.got = Generation()
-            return stub.Generate(self.request, timeout=GIVE_UP_S)
+            # No deadline: it would be of the wall clock, which some faults turn.
+            return stub.Generate(self.request)
         # Each connection begins with Accepted, and tells of each choice's end.
         self.got.accepted = None
         for answer in self.got.answers:
@@ -149,8 +154,7 @@ class Reading:
                 next_token_index=first,
                 other_next_token_indices=others,
                 next_prompt_token_index=len(self.got.prompt_logprobs) + 1,
-            ),
-            timeout=GIVE_UP_S,
+            )
         )
 
     def take(self, response: pb.GenerateResponse) -> int:
@@ -182,7 +186,8 @@ class Reading:
         if code is grpc.StatusCode.UNAVAILABLE or is_lost_peer:
             return
         # It never came there; or it was accepted in a moment when the journal did not work.
-        if code is grpc.StatusCode.NOT_FOUND and self._is_attached and not self._is_journaled:
+        may_be_unknown = self._resend or not self._is_journaled
+        if code is grpc.StatusCode.NOT_FOUND and self._is_attached and may_be_unknown:
             self._is_sent = False
             return
         raise LostError(f"{self}: {code.name}: {words}")
@@ -202,8 +207,6 @@ class Reading:
         if response.HasField("accepted"):
             self._is_journaled = response.accepted.is_journaled
 
-    _is_journaled = False
-
     def __str__(self) -> str:
         counts = [len(answer.token_ids) for answer in self.got.answers]
         via = "Attach" if self._is_attached else "Generate"
@@ -221,25 +224,44 @@ def _check_answer(got: Answer, want: Answer) -> None:
     assert got.finished.usage.prompt_tokens == want.finished.usage.prompt_tokens
 
 
-# Reads one request over some channel to its end: (want, id, told of each new number of tokens).
-Read = Callable[[Want, str, Callable[[int], None]], None]
+def client_options(request: pb.GenerateRequest) -> tuple[list[int], dict[str, Any]]:
+    """The same request as arguments of slotwise_client."""
+    parts = {field.name: value for field, value in request.ListFields()}
+    prompt = list(parts.pop("token_ids").ids)
+    sampling = parts.pop("sampling")
+    parts |= {field.name: value for field, value in sampling.ListFields()}
+    lists = {"stop": list(parts["stop"])} if "stop" in parts else {}
+    return prompt, parts | lists
 
 
 class Readers:
     """Threads that read one request after another, each on a connection of its own."""
 
-    def __init__(self, address: str, wants: Sequence[Want], count: int, seed: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        wants: Sequence[Want],
+        count: int,
+        seed: int,
+        resend: bool = False,
+        num_by_client: int = 0,
+    ) -> None:
+        """resend: a request that the server does not know any more is sent anew. num_by_client: so
+        many of the threads read by slotwise_client, which reconnects in its own way."""
         self.progress = Progress()
         self.tally = Tally()
         # What was promised and not held.
         self.faults: list[str] = []
         self._address = address
         self._wants = wants
+        self._resend = resend
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(
-                target=self._run, args=(random.Random(f"{seed} {place}"),), daemon=True
+                target=self._run,
+                args=(random.Random(f"{seed} {place}"), place < num_by_client),
+                daemon=True,
             )
             for place in range(count)
         ]
@@ -258,7 +280,7 @@ class Readers:
     def read(self, channel: grpc.Channel, want: Want) -> None:
         """Reads one request; LostError."""
         stub = rpc.InferenceStub(channel)
-        reading = Reading(want, uuid.uuid4().hex)
+        reading = Reading(want, uuid.uuid4().hex, self._resend)
         moved = time.monotonic()
         while True:
             try:
@@ -281,11 +303,32 @@ class Readers:
                     ) from error
             time.sleep(_RETRY_S)
 
-    def _run(self, rng: random.Random) -> None:
-        with dial(self._address) as channel:
+    def read_by_client(self, client: Client, want: Want) -> None:
+        """The same by slotwise_client, which goes on by itself where a connection broke."""
+        got = [("", list[int]()) for _ in want.generation.answers]
+        prompt, options = client_options(want.request)
+        for event in client.generate(prompt, **options):
+            if isinstance(event, Delta):
+                text, token_ids = got[event.index]
+                if event.token_ids and event.first_token_index != len(token_ids):
+                    raise LostError(f"client: a gap or an overlap at {event.first_token_index}")
+                got[event.index] = (text + event.text, [*token_ids, *event.token_ids])
+                self.progress.note(len(event.token_ids))
+        wanted = [(answer.text, answer.token_ids) for answer in want.generation.answers]
+        if got != wanted:
+            raise LostError(f"client: {got}, not {wanted}")
+        with self._lock:
+            self.tally.num_ended += 1
+
+    def _run(self, rng: random.Random, by_client: bool) -> None:
+        with dial(self._address) as channel, Client(self._address) as client:
             while not self._stop.is_set():
+                want = rng.choice(self._wants)
                 try:
-                    self.read(channel, rng.choice(self._wants))
+                    if by_client:
+                        self.read_by_client(client, want)
+                    else:
+                        self.read(channel, want)
                 except Exception as error:  # of any kind: the main thread tells of it
                     with self._lock:
                         self.faults.append(f"{type(error).__name__}: {error}")

@@ -18,8 +18,8 @@ _LINGER_RESET = struct.pack("ii", 1, 0)
 class Relay:
     """Listens on a port of 127.0.0.1 of its own and hands all on to `target`.
 
-    A partition drops no byte in the middle of a stream, as TCP would not: it holds all, both ways, and
-    whoever dials waits. Threads may call every method.
+    A partition drops no byte in the middle of a stream, as TCP would not: it holds all, both ways,
+    and whoever dials waits. Threads may call every method.
     """
 
     def __init__(

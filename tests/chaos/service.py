@@ -1,4 +1,4 @@
-"""A scheduler that is started again whenever it is killed, as a container's restart policy would."""
+"""A scheduler that is started again when it is killed, as a container's restart policy would."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def dial(address: str) -> grpc.Channel:
 class Service:
     """One address behind which schedulers come and go.
 
-    `folder` holds what they leave: the journal's folder, the sockets' folders, the log. A scheduler that
-    ends by SIGKILL is started again at once; one that ends in another way is not.
+    `folder` holds what they leave: the journal's folder, the sockets' folders, the log. A scheduler
+    that ends by SIGKILL is started again at once; one that ends in another way is not.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class Service:
     ) -> None:
         """`prefix` is a command that runs the scheduler in its own process, as `ip netns exec`."""
         self.folder = folder
+        self.host = host
         self.port = fixed_port()
+        # What watchers and probes dial; to be set where this machine does not reach the host.
         self.address = f"{host}:{self.port}"
         self.socket_folder = folder / "tmp"
         self.socket_folder.mkdir(parents=True)
