@@ -315,10 +315,10 @@ def device() -> Any:
     from worker.cuda_runner import CudaRunner
     from worker.cuda_slots import CudaSlots
     from worker.device import CpuDevice
-    from worker.tensor_parallel import TensorParallelGroup, join_gloo
+    from worker.tensor_parallel import TensorParallelGroup, join_links
 
     class Group(TensorParallelGroup):
-        """Over gloo; sums of any float type, as CudaGroup's are."""
+        """Over sockets; sums of any float type, as CudaGroup's are."""
 
         capturable = False
 
@@ -340,8 +340,8 @@ def device() -> Any:
             return CudaRunner(decoder, decoder.ops, slots), slots
 
         def join_group(self, rendezvous: Any) -> Any:
-            gloo = join_gloo(rendezvous)
-            return Group(gloo.rank, gloo.world_size, gloo._backend, gloo.same_machine)
+            group = join_links(rendezvous)
+            return Group(group.rank, group.world_size, group._links, group.same_machine)
 
     return FakeGpu(1)
 

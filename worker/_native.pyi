@@ -421,8 +421,12 @@ class CudaPeers:
     def release(self, peers_have_closed: bool) -> None:
         """Frees this rank's memory, or keeps it for good where a peer may still write to it."""
 
+    def abort(self) -> None:
+        """Kernels wait for no peer any more. From any thread, but not during `release`."""
+
     def failed(self) -> bool:
-        """Whether a peer did not come within the time-out; results since then are garbage."""
+        """Whether a peer did not come within the time-out, or `abort` was called; results since
+        then are garbage."""
 
     def all_reduce(self, x: Tensor) -> None:
         """x [T, N] (contiguous, any float type) = the sum of all ranks' x."""

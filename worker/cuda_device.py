@@ -111,7 +111,9 @@ class CudaDevice(Device):
         """By the GPUs writing to each other's memory, or by NCCL where they cannot."""
         rank, world_size, timeout_s = rendezvous.rank, rendezvous.world_size, rendezvous.timeout_s
         store = meet(rendezvous)[0] if world_size > 1 else None
-        return CudaGroup(rank, world_size, store, self._device, self._stream, timeout_s)
+        return CudaGroup(
+            rank, world_size, store, self._device, self._stream, timeout_s, rendezvous.cancelled
+        )
 
     def enter(self) -> None:
         """Makes the GPU and the stream the calling thread's."""

@@ -33,7 +33,7 @@ from worker.model_config import ModelConfig
 from worker.runner import Runner
 from worker.self_test import Batches
 from worker.sharding import Shard
-from worker.tensor_parallel import Group, Rendezvous, join_gloo
+from worker.tensor_parallel import Group, Rendezvous, join_links
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
@@ -166,8 +166,8 @@ class CpuDevice(Device):
         return runner, BatchBuffers(decoder.limits.max_step_tokens)
 
     def join_group(self, rendezvous: Rendezvous) -> Group:
-        """By gloo."""
-        return join_gloo(rendezvous)
+        """By sockets."""
+        return join_links(rendezvous)
 
 
 def open_device(name: str, rank: int, num_threads: int) -> Device:

@@ -39,7 +39,11 @@ class ProtocolError(WorkerError):
 
 
 class StepError(WorkerError):
-    """A step or collective failed on the way; the ranks are no longer known to agree."""
+    """A step or collective failed on the way, by this rank's own fault."""
+
+
+class PeerLostError(StepError):
+    """A peer is gone or silent: the group is no more, but this rank can join another."""
 
     status = "ABORTED"
 

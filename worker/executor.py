@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worker.batch import DecodeRow, PrefillChunk, RowResult, SlotSetup, StepCommand, StepResult
-from worker.errors import ProtocolError, StepError
+from worker.errors import PeerLostError, ProtocolError, StepError
 from worker.memory_plan import ServingLimits
 from worker.runner import CORRUPTED, Outcome, Runner, StepWork
 from worker.slots import CommandCheck, SlotRecord
@@ -71,7 +71,7 @@ class Executor:
             raise
         except Exception as error:
             self._failed = True
-            raise StepError(f"step {command.step_id} failed: {error}") from error
+            raise _failure(command, error) from error
         self._last_step_id = command.step_id
         return submitted
 
@@ -82,7 +82,7 @@ class Executor:
             outcome = self.runner.finish(submitted.started)
         except Exception as error:
             self._failed = True
-            raise StepError(f"step {command.step_id} failed: {error}") from error
+            raise _failure(command, error) from error
         return self._result(command, submitted.records, outcome)
 
     def _check(self, command: StepCommand) -> None:
@@ -150,3 +150,9 @@ class Executor:
             ),
             duration_ns=outcome.duration_ns,
         )
+
+
+def _failure(command: StepCommand, error: Exception) -> StepError:
+    """Tells whether the rank can go on in another group."""
+    kind = PeerLostError if isinstance(error, PeerLostError) else StepError
+    return kind(f"step {command.step_id} failed: {error}")

@@ -9,19 +9,29 @@ by either way and for any number of rows.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    DistNetworkError,
+    PrefixStore,
+    Store,
+)
 
 from worker import _native
-from worker.errors import SetupError, StepError
+from worker.errors import PeerLostError, SetupCancelledError, SetupError, StepError
 from worker.sharding import Part
 
 # Elements of x that NCCL gathers at once.
@@ -33,7 +43,9 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 # How long a rank that leaves waits for the others to let go of its memory.
-_CLOSE_S = 5.0
+_CLOSE_S = 1.0
+_POLL = timedelta(milliseconds=500)
+_RETRY_S = 0.01
 
 
 class CudaGroup:
@@ -47,10 +59,12 @@ class CudaGroup:
         device: torch.device,
         stream: torch.cuda.Stream,
         timeout_s: float,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """`store` joins the ranks and is used by no other group; None does for one rank.
 
-        Ranks wait for each other up to `timeout_s`: here, in `reserve` and in every collective.
+        Ranks wait for each other up to `timeout_s`, here, in `reserve` and in every collective; or
+        until `cancelled()`, and in collectives until `abort`.
         """
         self.rank = rank
         self.world_size = world_size
@@ -62,12 +76,14 @@ class CudaGroup:
         self._begins: list[int] = []
         self._totals = 0
         self._store: _Meetings | None = None
+        # Between `abort` and `close`, which are called by two threads.
+        self._closing = threading.Lock()
         self.same_machine = True
         if world_size > 1:
             if store is None:
                 raise SetupError("several ranks need a store")
-            self._store = _Meetings(store, rank, world_size, timeout_s)
-            self.same_machine = len(set(self._store.exchange("machine", _machine()))) == 1
+            self._store = _Meetings(store, rank, world_size, timeout_s, cancelled)
+            self.same_machine = self._store.same_machine
 
     @property
     def capturable(self) -> bool:
@@ -142,21 +158,30 @@ class CudaGroup:
         """Raises StepError if a peer did not come in time: what was computed since is garbage."""
         lost = self._peers is not None and self._peers.failed()
         if lost or (self._nccl is not None and self._nccl.failed()):
-            raise StepError(f"rank {self.rank} lost its group: a peer did not come in time")
+            raise PeerLostError(f"rank {self.rank} lost its group: a peer did not come in time")
+
+    def abort(self) -> None:
+        """Ends what waits for a peer; from any thread. Only `close` may follow."""
+        with self._closing:
+            if self._peers is not None:
+                self._peers.abort()
+            if self._nccl is not None:
+                self._nccl.abort()
 
     def close(self) -> None:
         """Leaves the group and gives its memory back; no call may follow."""
         if self._nccl is not None:
-            self._nccl.close()
-            self._nccl = None
-        if self._peers is not None and self._store is not None:
+            self._nccl.abort()
+        if self._peers is not None:
             # A lost device is told by other calls.
             with contextlib.suppress(RuntimeError):
                 self._stream.synchronize()
-            self._peers.close_peers()
+        with self._closing:
+            peers, self._peers, self._nccl = self._peers, None, None
+        if peers is not None and self._store is not None:
+            peers.close_peers()
             closed = self._store.leave("closed")
-            self._peers.release(closed)
-            self._peers = None
+            peers.release(closed)
             if closed:
                 # The store is rank 0's: it stays until all have seen that all have closed.
                 self._store.leave("left")
@@ -252,7 +277,7 @@ class _NcclSums:
             self._works.popleft()
         return False
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """What still waits for a peer ends."""
         self._backend.abort()
 
@@ -272,14 +297,33 @@ class _NcclSums:
 class _Meetings:
     """What the ranks tell each other through the store, by name."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        cancelled: Callable[[], bool],
+    ) -> None:
         self._store = PrefixStore("cuda", store)
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._cancelled = cancelled
+        places = self.exchange("process", json.dumps(asdict(_Process.own())))
+        self._processes = [_Process(**json.loads(place)) for place in places]
+
+    @property
+    def same_machine(self) -> bool:
+        """Whether all ranks run on one."""
+        return len({process.machine for process in self._processes}) == 1
 
     def exchange(self, name: str, value: str) -> list[str]:
-        """Every rank's value, in rank order. Raises SetupError naming a rank that did not come."""
+        """Every rank's value, in rank order.
+
+        Raises SetupError naming a rank that did not come, PeerLostError if the store has gone with
+        its rank, SetupCancelledError once cancelled.
+        """
         # No value is empty for the store.
         self._store.set(f"{name}/{self._rank}", f".{value}")
         deadline = time.monotonic() + self._timeout_s
@@ -290,15 +334,23 @@ class _Meetings:
         return values
 
     def leave(self, name: str) -> bool:
-        """Whether all ranks have come to this point, within a short time."""
+        """Whether all ranks have come to this point or have ended, within a short time."""
         deadline = time.monotonic() + _CLOSE_S
-        try:
+        with contextlib.suppress(RuntimeError, DistError):
             self._store.set(f"{name}/{self._rank}", ".")
-            for rank in range(self._world_size):
-                self._wait(f"{name}/{rank}", deadline, name)
-        except (SetupError, RuntimeError, DistError):
-            return False
+        while not all(self._has_left(name, rank) for rank in range(self._world_size)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RETRY_S)
         return True
+
+    def _has_left(self, name: str, rank: int) -> bool:
+        if rank == self._rank or self._processes[rank].has_ended():
+            return True
+        try:
+            return self._store.check([f"{name}/{rank}"])
+        except (RuntimeError, DistError):  # the store has gone with its rank
+            return False
 
     def nccl(self, timeout_s: float) -> Any:
         """A backend of NCCL; it ends no process when a peer is lost, but gives up what waits."""
@@ -311,13 +363,47 @@ class _Meetings:
         return ProcessGroupNCCL(store, self._rank, self._world_size, options)
 
     def _wait(self, key: str, deadline: float, what: str) -> None:
-        left = max(0.001, deadline - time.monotonic())
+        while True:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                self._store.wait([key], min(left, _POLL))
+                return
+            except DistNetworkError as error:
+                raise PeerLostError(f"the group broke up: {what}: {error}") from error
+            except (RuntimeError, DistError) as error:
+                if time.monotonic() > deadline:
+                    raise SetupError(f"the group did not come together: {what}: {error}") from error
+            if self._cancelled():
+                raise SetupCancelledError(f"the stream ended while {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process among those of a boot of a machine, of one namespace of process ids."""
+
+    machine: str
+    namespace: str
+    pid: int
+    started: float
+
+    @classmethod
+    def own(cls) -> _Process:
+        process = psutil.Process()
+        return cls(
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+            process.pid,
+            process.create_time(),
+        )
+
+    def has_ended(self) -> bool:
+        """False where that cannot be known."""
+        own = _Process.own()
+        if (self.machine, self.namespace) != (own.machine, own.namespace):
+            return False
         try:
-            self._store.wait([key], timedelta(seconds=left))
-        except (RuntimeError, DistError) as error:
-            raise SetupError(f"the group did not come together: {what}: {error}") from error
-
-
-def _machine() -> str:
-    """The same for the processes of one boot of one machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            process = psutil.Process(self.pid)
+            is_other = abs(process.create_time() - self.started) > 1.0
+            return is_other or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True

@@ -152,6 +152,8 @@ class Rank:
         if device.shares_memory:
             plan = self._share(plan, self._group)
         check_fits(plan)
+        # `abort` came too early for the group, or finds it.
+        _go_on(cancelled)
         loaded = self._load(checkpoint, shard, limits, device, key, progress, cancelled)
         progress("allocating slots", 0, plan.kv_bytes)
         decoder = Decoder(
@@ -160,6 +162,8 @@ class Rank:
         runner, batches = device.runner(decoder)
         progress("self-test", 0, 0)
         tests = tuple(run_self_tests(decoder, batches))
+        # An aborted group's sums are garbage.
+        _go_on(cancelled)
         self._executor = Executor(runner, limits, checkpoint.config.vocab_size, setup.epoch)
         device.release_free_memory()
         progress("warming up", 0, 0)
@@ -201,6 +205,13 @@ class Rank:
         """Whether a step may be held up by another rank, perhaps for ever."""
         return self._group is not None and self._group.world_size > 1
 
+    def abort(self) -> None:
+        """Ends every wait for a peer, in steps and in `configure`, whose `cancelled` says so by
+        now. From any thread; `release` is to follow."""
+        group = self._group
+        if group is not None:
+            group.abort()
+
     def release(self) -> None:
         """Leaves the group and drops the slots; weights stay."""
         if self._group is not None:
@@ -239,8 +250,7 @@ class Rank:
         if self._loaded is None:
 
             def on_bytes(done: int, total: int) -> None:
-                if cancelled():
-                    raise SetupCancelledError("the stream ended while the weights were loaded")
+                _go_on(cancelled)
                 progress("loading weights", done, total)
 
             backend = device.backend(limits.weight_dtype)
@@ -248,6 +258,11 @@ class Rank:
             self._loaded = _Loaded(key, backend, weights)
             device.release_free_memory()
         return self._loaded
+
+
+def _go_on(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise SetupCancelledError("the stream ended during the set-up")
 
 
 def _log_idle(runner: Runner) -> None:

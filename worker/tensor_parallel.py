@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
-from worker.errors import SetupCancelledError, SetupError, StepError
+from worker.errors import PeerLostError, SetupCancelledError, SetupError, StepError
+from worker.links import Links, Listener, connect
 from worker.sharding import Part
 
 _POLL = timedelta(milliseconds=500)
@@ -37,11 +38,12 @@ class TensorParallelGroup:
     # What it takes is part of the process's resident set.
     device_bytes = 0
 
-    def __init__(self, rank: int, world_size: int, backend: Any, same_machine: bool) -> None:
+    def __init__(self, rank: int, world_size: int, links: Links | None, same_machine: bool) -> None:
+        """`links` to the other ranks; None for a lone one."""
         self.rank = rank
         self.world_size = world_size
         self.same_machine = same_machine
-        self._backend = backend
+        self._links = links
         self._sums = torch.empty(0)
         self._gathered = torch.empty(0)
         self._own = torch.empty(0)
@@ -111,25 +113,24 @@ class TensorParallelGroup:
         for rank, part in enumerate(self._parts):
             out[:, part.begin : part.end] = by_rank[rank, :, : part.size]
 
+    def abort(self) -> None:
+        """Ends what waits for a peer, here and there; from any thread. Only `close` may follow."""
+        if self._links is not None:
+            self._links.abort()
+
     def close(self) -> None:
         """Leaves the group: connections close, and peers waiting for this rank get an error."""
-        self._backend = None
+        if self._links is not None:
+            self._links.close()
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         """out = all ranks' x, in rank order: a message to and from every peer, all at once."""
-        if self._backend is None:
-            raise StepError("the group was left")
+        if self._links is None:
+            raise StepError("a lone rank has nobody to ask")
         parts = out.view(self.world_size, -1)
         parts[self.rank] = x
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        try:
-            # Gloo keeps the order of messages between two ranks, so one tag does for all.
-            works = [self._backend.send([x], peer, 0) for peer in peers]
-            works += [self._backend.recv([parts[peer]], peer, 0) for peer in peers]
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise StepError(f"rank {self.rank} lost its group: {error}") from error
+        rows = [memoryview(part.numpy()).cast("B") for part in parts]
+        self._links.exchange(rows[self.rank], dict(enumerate(rows)))
 
 
 class Group(Protocol):
@@ -170,6 +171,9 @@ class Group(Protocol):
     def check(self) -> None:
         """Raises StepError if a peer was lost."""
 
+    def abort(self) -> None:
+        """Ends what waits for a peer; from any thread. Only `close` may follow."""
+
     def close(self) -> None:
         """Leaves the group."""
 
@@ -193,33 +197,70 @@ def meet(rendezvous: Rendezvous) -> tuple[TCPStore, ipaddress.IPv4Address | ipad
     """The group's store once all ranks are there, and this machine's address on the way to it.
 
     Raises SetupError naming the ranks that did not come, or that a CPU met a GPU;
-    SetupCancelledError once cancelled.
+    SetupCancelledError once cancelled; PeerLostError if rank 0 went away.
     """
     host, port = _split_address(rendezvous.address)
     deadline = time.monotonic() + rendezvous.timeout_s
     store = _open_store(host, port, rendezvous.rank, deadline, rendezvous.cancelled)
-    _refuse_two_kinds(store, rendezvous.rank, _meet(store, rendezvous, deadline))
+    try:
+        devices = _meet(store, rendezvous, deadline)
+    except DistNetworkError as error:
+        raise PeerLostError(f"rank 0 left the rendezvous: {error}") from error
+    _refuse_two_kinds(store, rendezvous.rank, devices)
     store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
     return store, _local_address(host, port)
 
 
-def join_gloo(rendezvous: Rendezvous) -> TensorParallelGroup:
+def join_links(rendezvous: Rendezvous) -> TensorParallelGroup:
     """Meets the other ranks; a collective waits as long for them as the rendezvous does.
 
-    Raises SetupError naming the ranks that did not come, SetupCancelledError once cancelled.
+    Raises SetupError naming the ranks that did not come, SetupCancelledError once cancelled,
+    PeerLostError if one went away meanwhile.
     """
     rank, world_size = rendezvous.rank, rendezvous.world_size
     if world_size == 1:
         return TensorParallelGroup(rank, world_size, None, same_machine=True)
     store, own_address = meet(rendezvous)
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=str(own_address))]
-    options._timeout = timedelta(seconds=rendezvous.timeout_s)
+    links = _open_links(store, str(own_address), rendezvous)
+    # The store is rank 0's: it goes when all have read it.
+    links.exchange(memoryview(b"."), {peer: memoryview(bytearray(1)) for peer in range(world_size)})
+    return TensorParallelGroup(rank, world_size, links, own_address.is_loopback)
+
+
+def _open_links(store: TCPStore, host: str, rendezvous: Rendezvous) -> Links:
+    """A connection to every peer: to the lower ranks this one connects, the higher ones come."""
+    rank, deadline = rendezvous.rank, time.monotonic() + rendezvous.timeout_s
+    sockets: dict[int, socket.socket] = {}
+    listener = Listener(host)
+
+    def stop() -> None:
+        absent = [str(peer) for peer in range(rendezvous.world_size) if peer not in sockets]
+        _go_on(f"no connection with rank {', '.join(absent)}", deadline, rendezvous.cancelled)
+
     try:
-        backend: Any = ProcessGroupGloo(store, rank, world_size, options)
-    except RuntimeError as error:
-        raise SetupError(f"rank {rank} cannot join its group: {error}") from error
-    return TensorParallelGroup(rank, world_size, backend, own_address.is_loopback)
+        store.set(f"link/{rank}", listener.name)
+        for peer in range(rank):
+            sockets[peer] = connect(rank, _wait_for(store, f"link/{peer}", stop))
+        while len(sockets) < rendezvous.world_size - 1:
+            peer, link = listener.accept(stop)
+            sockets[peer] = link
+    except BaseException as error:
+        for link in sockets.values():
+            link.close()
+        if isinstance(error, OSError | DistError):
+            raise PeerLostError(f"rank {rank} cannot join its group: {error}") from error
+        raise
+    finally:
+        listener.close()
+    return Links(rank, sockets, rendezvous.timeout_s)
+
+
+def _wait_for(store: TCPStore, key: str, stop: Callable[[], None]) -> str:
+    """The key's value. `stop` is called again and again, to raise."""
+    while not store.check([key]):
+        stop()
+        time.sleep(_RETRY_S)
+    return store.get(key).decode()
 
 
 def _open_store(
@@ -252,6 +293,8 @@ def _meet(store: TCPStore, rendezvous: Rendezvous, deadline: float) -> list[str]
         try:
             store.wait([f"here/{absent[0]}"], _POLL)
             absent.pop(0)
+        except DistNetworkError:
+            raise
         except (RuntimeError, DistError):
             names = ", ".join(str(peer) for peer in absent if not store.check([f"here/{peer}"]))
             _go_on(f"waiting for rank {names}", deadline, rendezvous.cancelled)

@@ -64,6 +64,10 @@ class CudaPeers {
     buffers_.reset();
   }
 
+  // Of no device, so that it can be called while another thread waits for one.
+  void abort() const {
+    if (buffers_) buffers_->abort();
+  }
   bool failed() const { return buffers().failed(); }
   int64_t num_bytes() const { return buffers().num_bytes(); }
 
@@ -173,6 +177,7 @@ void bind_cuda_peers(nb::module_& module) {
   peers.def("open", &CudaPeers::open, "handles"_a);
   peers.def("close_peers", &CudaPeers::close_peers);
   peers.def("release", &CudaPeers::release, "peers_have_closed"_a);
+  peers.def("abort", &CudaPeers::abort);
   peers.def("failed", &CudaPeers::failed);
   peers.def("all_reduce", &all_reduce, "x"_a);
   peers.def("fuses_norm", &fuses_norm, "num_rows"_a, "hidden"_a);

@@ -389,7 +389,7 @@ def test_ranks_run_forwards_of_as_many_rows(
 def ranks_on(
     monkeypatch: pytest.MonkeyPatch, folder: Path, devices: list[Callable[[], Any]]
 ) -> list[Driver]:
-    """A rank on each device, met over gloo."""
+    """A rank on each device, met over sockets."""
     fake_cuda.install(monkeypatch)
     monkeypatch.setattr(rank, "open_device", lambda _, rank, __: devices[rank]())
     address = free_address()

@@ -1,4 +1,4 @@
-"""Ranks on threads of this process, over real gloo: same tokens, same bits, same digests."""
+"""Ranks on threads of this process, over real sockets: same tokens, same bits, same digests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker import device
 from worker.batch import StepResult
 from worker.errors import MemoryPlanError, SetupCancelledError, SetupError, StepError
 from worker.sharding import Part
-from worker.tensor_parallel import Rendezvous, join_gloo
+from worker.tensor_parallel import Rendezvous, join_links
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 77}
 
@@ -206,7 +206,7 @@ def test_sum_is_in_rank_order() -> None:
     assert not same_bits(expected, ((values[0] + values[1]) + values[3]) + values[2])
 
     def add(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        group = join_gloo(Rendezvous(rank, 4, address, 20.0, lambda: False, "cpu"))
+        group = join_links(Rendezvous(rank, 4, address, 20.0, lambda: False, "cpu"))
         group.reserve(1, 2, 2, [Part(0, 1), Part(1, 3), Part(3, 4), Part(4, 5)])
         x = values[rank].clone()
         group.all_reduce(x)
@@ -222,7 +222,7 @@ def test_sum_is_in_rank_order() -> None:
 
 
 def test_one_rank_is_a_group() -> None:
-    group = join_gloo(Rendezvous(0, 1, "", 1.0, lambda: False, "cpu"))
+    group = join_links(Rendezvous(0, 1, "", 1.0, lambda: False, "cpu"))
     x = torch.tensor([3.0])
     group.all_reduce(x)
     assert x.item() == 3
@@ -231,7 +231,7 @@ def test_one_rank_is_a_group() -> None:
 
 def test_absent_rank_is_named() -> None:
     with pytest.raises(SetupError, match="waiting for rank 1, 2"):
-        join_gloo(Rendezvous(0, 3, free_address(), 0.6, lambda: False, "cpu"))
+        join_links(Rendezvous(0, 3, free_address(), 0.6, lambda: False, "cpu"))
 
 
 def test_rendezvous_can_be_cancelled() -> None:
@@ -239,10 +239,10 @@ def test_rendezvous_can_be_cancelled() -> None:
         cancelled = threading.Event()
         threading.Timer(0.2, cancelled.set).start()
         with pytest.raises(SetupCancelledError):
-            join_gloo(Rendezvous(rank, 2, free_address(), 300.0, cancelled.is_set, "cpu"))
+            join_links(Rendezvous(rank, 2, free_address(), 300.0, cancelled.is_set, "cpu"))
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:0", "host:99999"])
 def test_bad_rendezvous_address(address: str) -> None:
     with pytest.raises(SetupError, match="rendezvous_address"):
-        join_gloo(Rendezvous(0, 2, address, 1.0, lambda: False, "cpu"))
+        join_links(Rendezvous(0, 2, address, 1.0, lambda: False, "cpu"))

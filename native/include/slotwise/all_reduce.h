@@ -4,7 +4,7 @@
 //
 // All ranks make the same calls in the same order. A call only puts a kernel on the stream; nothing
 // it is given changes from call to call, so it can be captured in a graph. A rank that waits for a
-// peer longer than the time-out goes on with garbage, and failed() says so.
+// peer longer than the time-out, or until abort(), goes on with garbage, and failed() says so.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,9 @@ class PeerBuffers {
   // The own memory is never freed: a peer may still write to it.
   void abandon();
 
-  // A peer did not come in time; results since then are garbage.
+  // Kernels wait for no peer any more; from any thread.
+  void abort() const;
+  // A peer did not come in time, or abort() was called; results since then are garbage.
   bool failed() const;
   int64_t num_bytes() const;
   const PeerLimits& limits() const { return limits_; }

@@ -395,6 +395,8 @@ void PeerBuffers::close_peers() {
 
 void PeerBuffers::abandon() { static_cast<void>(own_.release()); }
 
+void PeerBuffers::abort() const { *static_cast<volatile int32_t*>(failed_.get()) = 1; }
+
 bool PeerBuffers::failed() const {
   return *static_cast<const volatile int32_t*>(failed_.get()) != 0;
 }

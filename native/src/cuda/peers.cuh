@@ -81,16 +81,18 @@ __device__ __forceinline__ uint64_t clock_ns() {
   return ns;
 }
 
-// The time at which a thread that waits gives up, 0 once that is over or the group has failed: then
-// no thread waits any more.
+// The time at which a thread that waits gives up, 0 once that is over, the host has aborted the
+// group or it has failed: then no thread waits any more. The host's word is far away; a peer that
+// comes in time has nobody read it.
 __device__ __forceinline__ uint64_t wait_longer(const PeerView& view, uint64_t deadline) {
   volatile int32_t* failed = &own_state(view).failed;
   if (*failed != 0) return 0;
   const uint64_t now = clock_ns();
   if (deadline == 0) return now + view.timeout_ns;
-  if (now < deadline) return deadline;
+  volatile int32_t* failed_on_host = view.failed_on_host;
+  if (now < deadline && *failed_on_host == 0) return deadline;
   *failed = 1;
-  *static_cast<volatile int32_t*>(view.failed_on_host) = 1;
+  *failed_on_host = 1;
   return 0;
 }
 
