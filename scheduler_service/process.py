@@ -10,7 +10,6 @@ import logging
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -19,6 +18,7 @@ from .config import Config, is_loopback
 from .engine import Engine
 from .engine_types import EngineState, LoadProgress
 from .health import HealthService
+from .journal import Journal, RecordedCall
 from .listener import bind, make_server
 from .server import add_inference, resume_calls
 from .service import InferenceService, Survival, load_model
@@ -27,9 +27,6 @@ from .worker_pool import is_local
 
 # After the last request has ended: time for its last message to reach a slow client.
 LAST_MESSAGES_S = 2.0
-
-if TYPE_CHECKING:
-    from .journal import RecordedCall
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +137,6 @@ class Process:
         keeping = self._config.keeping
         journal, recorded = None, list[RecordedCall]()
         if keeping.journal is not None:
-            from .journal import Journal
-
             journal, recorded = await asyncio.to_thread(
                 Journal.open,
                 keeping.journal,
