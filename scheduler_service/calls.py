@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from .answers import Answer, Update
 from .engine import Engine
@@ -17,6 +16,7 @@ from .errors import (
     SlotwiseError,
     UnknownRequestError,
 )
+from .journal import Journal
 from .record import AnswerLog, CallRecord
 from .request import (
     Event,
@@ -27,9 +27,6 @@ from .request import (
     TokenEvent,
 )
 from .request_stream import RequestStream
-
-if TYPE_CHECKING:
-    from .journal import Journal
 
 # Tokens of a prompt whose logprobs are told at once: with 20 alternatives, some milliseconds' work.
 PROMPT_PART = 128
@@ -197,7 +194,8 @@ class Calls:
 
     def _keep(self, call: Call) -> None:
         """It has ended."""
-        call.ended_s = asyncio.get_running_loop().time()
+        if call.ended_s is None:
+            call.ended_s = asyncio.get_running_loop().time()
         size = call.num_bytes
         self._ended[call.call_id] = size
         self._num_ended_bytes += size
@@ -302,11 +300,10 @@ class Generation:
 
     def cancel(self, reason: FinishReason) -> None:
         """Ends what still waits or runs."""
-        try:
+        # It may have ended by itself, with its last events on their way here; then its id may be
+        # the next call's.
+        if not self.call.has_ended:
             self._engine.cancel(self.call.call_id, reason)
-        except UnknownRequestError:
-            # It ended by itself while its last events were on their way here.
-            return
 
     async def next(self) -> list[Update]:
         """Waits for events and joins all that are here, by answer; of much, a bounded part at a

@@ -97,7 +97,7 @@ class Config:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_engine(self.engine)
-        _check_range("journal_max_mb", self.keeping.journal_max_bytes >> 20, 1, 1 << 20)
+        _check_range("journal_max_mb", self.keeping.journal_max_bytes >> 20, 8, 1 << 20)
         _check_seconds("retention", self.keeping.retention_s, 0)
         _check_seconds("max_attach_window", self.keeping.max_window_s, 0)
         _check_seconds("slow_reader_timeout", self.keeping.slow_reader_s, 0.001)

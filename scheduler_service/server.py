@@ -7,7 +7,7 @@ import asyncio
 import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -22,12 +22,10 @@ from .auth import Callers
 from .calls import Generation
 from .engine_types import EngineConfig
 from .errors import InvalidArgumentError, SlotwiseError, SlowReaderError
+from .journal import RecordedCall
 from .service import Accepting, InferenceService
 from .status import CallContext, to_status
 from .validation import check_request_id
-
-if TYPE_CHECKING:
-    from .journal import RecordedCall
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .answers import FROM_START, Answer, ReadFrom
 from .auth import Caller
@@ -31,6 +30,7 @@ from .errors import (
     UnavailableError,
 )
 from .generate_call import ChatInput, GenerateCall
+from .journal import Journal, RecordedCall
 from .json_file import ModelFilesError
 from .model_files import ModelInfo, front_hash, read_model_info
 from .prompts import PromptReader
@@ -40,9 +40,6 @@ from .request_stream import RequestStream
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 from .validation import ModelLimits, check_call, check_fits, make_requests, text_options
-
-if TYPE_CHECKING:
-    from .journal import Journal, RecordedCall
 
 log = logging.getLogger(__name__)
 
@@ -315,6 +312,9 @@ class InferenceService:
             stream.logs[request.request_id] = answer
         window_s = max(call.attach_window_s, self.survival.restart_window_s)
         known = Call(record, tuple(requests), stream, window_s, is_resumed=True)
+        if recorded.ended_unix_ns is not None:
+            age_s = (time.time_ns() - recorded.ended_unix_ns) / 1e9
+            known.ended_s = asyncio.get_running_loop().time() - max(0.0, age_s)
         open_ones = [one for one in requests if stream.logs[one.request_id].end is None]
         self.calls.add(known)
         if open_ones:

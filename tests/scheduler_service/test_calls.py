@@ -27,6 +27,7 @@ from scheduler_service.errors import (
     SupersededError,
     UnknownRequestError,
 )
+from scheduler_service.journal import RecordedCall
 from scheduler_service.record import AnswerLog
 from scheduler_service.request import (
     FinishedEvent,
@@ -315,6 +316,13 @@ async def test_an_id_that_is_used_again_is_the_new_calls(service, engine, model)
     assert received.text == "c"
 
 
+async def test_who_leaves_after_the_end_does_not_cancel_the_next_call_of_that_id(service, engine):
+    async with await service.begin(call(), accepting()):
+        engine.finish(FinishReason.LENGTH)
+        await service.begin(call(), accepting())
+    assert engine.cancelled == []
+
+
 async def test_an_end_that_is_an_error_comes_behind_its_tokens(service, engine, model):
     asked = call()
     async with await service.begin(asked, accepting()) as generation:
@@ -385,8 +393,6 @@ async def test_a_replay_is_the_same_request_again(service, engine, model):
 
 
 def recorded(known, *answers: AnswerLog):
-    from scheduler_service.journal import RecordedCall
-
     return RecordedCall(replace(known.record, call_id="old"), list(answers), None)
 
 
