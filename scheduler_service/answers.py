@@ -186,7 +186,7 @@ class Answer:
         running = self._text.matched_stop is None
         delta = self._text.push(token_ids)
         if running and self._text.matched_stop is not None:
-            self._engine.stop_request(self.request.request_id, self._text.num_tokens)
+            self._engine.stop_request(self.request, self._text.num_tokens)
         return delta
 
     def _end(self, event: FinishedEvent) -> End:

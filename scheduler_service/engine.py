@@ -146,16 +146,17 @@ class Engine:
             self._streams.tell([loop.scheduler.cancel(request.request_id, reason, now_ns)])
         loop.pump_soon()
 
-    def stop_request(self, request_id: str, num_tokens: int) -> bool:
+    def stop_request(self, request: Request, num_tokens: int) -> bool:
         """A stop string was found: ends one answer with STOP and num_tokens generated tokens.
 
-        False when it had ended by itself: its FinishedEvent is in the stream. Else the stream's
+        False when it had ended by itself (its id may be another's by now): its FinishedEvent is in
+        the stream. Else the stream's
         next FinishedEvent is this one; TokenEvents still in the stream before it are to be dropped.
         """
-        if request_id not in self._streams:
+        if request not in self._streams:
             return False
         loop = self._started_loop()
-        self._streams.tell([loop.scheduler.stop(request_id, num_tokens, self.now_ns())])
+        self._streams.tell([loop.scheduler.stop(request.request_id, num_tokens, self.now_ns())])
         loop.pump_soon()
         return True
 

@@ -93,8 +93,10 @@ class RequestStreams:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
+    def __contains__(self, request: Request) -> bool:
+        """This very one; not another of its id, which comes when it has ended."""
+        live, _ = self._live.get(request.request_id, (None, None))
+        return live is request
 
     def requests(self) -> list[Request]:
         """The live requests, in order of `open`."""

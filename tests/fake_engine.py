@@ -68,8 +68,8 @@ class FakeEngine:
             raise UnknownRequestError(request_id)
         self.cancelled.append((request_id, reason))
 
-    def stop_request(self, request_id: str, num_tokens: int) -> bool:
-        self.stopped.append((request_id, num_tokens))
+    def stop_request(self, request: Request, num_tokens: int) -> bool:
+        self.stopped.append((request.request_id, num_tokens))
         return self.known
 
     def tokens(self, first: int, *ids: int, answer: int = 0, logprobs=()) -> None:

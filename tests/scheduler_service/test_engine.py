@@ -405,10 +405,13 @@ async def test_b12_a_deadline_ends_a_request_though_no_result_comes(tmp_path):
 
 async def test_stop_request(tmp_path):
     async with running(tmp_path) as rig:
-        stream = rig.engine.submit([make_request("a", (1, 2), 250)])
+        request = make_request("a", (1, 2), 250)
+        stream = rig.engine.submit([request])
         await read_some(stream, 4)
-        assert rig.engine.stop_request("a", 3)
-        assert not rig.engine.stop_request("a", 3)
+        assert rig.engine.stop_request(request, 3)
+        again = rig.engine.submit([make_request("a", (1, 2), 20)])
+        assert not rig.engine.stop_request(request, 3)
+        assert len((await read(again))[0]) == 20
         async for event in stream:
             last = event
         assert (last.reason, last.num_generated_tokens) == (FinishReason.STOP, 3)
@@ -601,11 +604,12 @@ async def test_flush(tmp_path):
 async def test_cancel_ends_all_answers_of_the_call_and_no_others(tmp_path):
     async with running(tmp_path) as rig:
         names = [choice_id("a", index) for index in range(4)]
-        stream = rig.engine.submit([make_request(name, (1, 2), 250) for name in names])
+        answers = [make_request(name, (1, 2), 250) for name in names]
+        stream = rig.engine.submit(answers)
         other = make_request("other", (3,), 20)
         other_stream = rig.engine.submit([other])
         await read_some(stream, 3)
-        assert rig.engine.stop_request(names[1], 0)
+        assert rig.engine.stop_request(answers[1], 0)
         rig.engine.cancel("a")
         told, _ = await read_all(stream)
         reasons = [told[name][2][0].reason for name in names]

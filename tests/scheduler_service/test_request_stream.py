@@ -19,10 +19,12 @@ def token(request_id, index):
 
 async def test_events_come_in_order_and_end_once():
     streams = RequestStreams()
-    stream = streams.open([make_request("a")], 3)
-    assert (stream.call_id, stream.queue_position, "a" in streams) == ("a", 3, True)
+    request = make_request("a")
+    stream = streams.open([request], 3)
+    assert (stream.call_id, stream.queue_position, request in streams) == ("a", 3, True)
+    assert make_request("a") not in streams
     streams.tell([token("a", 0), token("a", 1), end("a")])
-    assert "a" not in streams
+    assert request not in streams
     assert [event async for event in stream] == [token("a", 0), token("a", 1), end("a")]
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
