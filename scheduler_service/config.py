@@ -151,6 +151,7 @@ def _check_engine(engine: EngineConfig) -> None:
         raise ConfigError("max_seq_len is 1; a prompt and a generated token need 2, 0 is automatic")
     _check_range("max_queue_len", engine.max_queue_len, 1, 1 << 20)
     _check_range("max_queued_tokens", engine.max_queued_tokens, 0, 1 << 40)
+    _check_range("max_waiting_per_client", engine.max_waiting_per_client, 0, 1 << 20)
     _check_range("max_step_tokens", engine.max_step_tokens, 0, (1 << 32) - 1)
     if 0 < engine.max_step_tokens < engine.running_bound:
         name = "max_running" if engine.max_running else "num_slots"
@@ -213,6 +214,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         kv_dtype=given.kv_dtype,
         max_queue_len=given.max_queue_len,
         max_queued_tokens=given.max_queued_tokens,
+        fair_share=given.fair_share,
+        max_waiting_per_client=given.max_waiting_per_client,
         max_step_tokens=given.max_step_tokens,
         max_mixed_step_tokens=given.max_mixed_step_tokens,
         max_outstanding=given.max_outstanding,
@@ -355,6 +358,10 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add("--kv-dtype", choices=DTYPES, default=own.kv_dtype, help="of the KV cache")
     add("--max-queue-len", type=int, default=own.max_queue_len, help="requests that may wait")
     add("--max-queued-tokens", type=int, default=own.max_queued_tokens, help="0: no bound")
+    fair = "the client with the fewest running requests is next; else first come, first served"
+    add("--fair-share", action="store_true", help=fair)
+    waiting = "requests of one client that may wait; 0: no bound of its own"
+    add("--max-waiting-per-client", type=int, default=own.max_waiting_per_client, help=waiting)
     budget = "token budget of a step; 0: as suits the device"
     add("--max-step-tokens", type=int, default=own.max_step_tokens, help=budget)
     mixed = "prompt tokens of a step in which slots decode; 0: as suits the device"

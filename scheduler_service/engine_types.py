@@ -51,6 +51,10 @@ class EngineConfig:
     max_queue_len: int = 256
     # Prompt tokens that may wait; 0: no bound but max_queue_len.
     max_queued_tokens: int = 0
+    # Slots are shared evenly among clients that wait; else first come, first served.
+    fair_share: bool = False
+    # Requests of one client that may wait; 0: no bound of its own.
+    max_waiting_per_client: int = 0
     # Token budget of a step, and of prompts while slots decode; 0: what suits the device.
     max_step_tokens: int = 0
     max_mixed_step_tokens: int = 0
@@ -82,6 +86,8 @@ class EngineConfig:
             max_mixed_step_tokens=self.max_mixed_step_tokens or geometry.max_mixed_step_tokens,
             max_queue_len=self.max_queue_len,
             max_queued_tokens=self.max_queued_tokens,
+            fair_share=self.fair_share,
+            max_waiting_per_client=self.max_waiting_per_client,
             max_outstanding=self.max_outstanding,
             max_steps_per_command=self.max_steps_per_command,
             run_ahead_window_ns=self.run_ahead_window_ns or geometry.run_ahead_window_ns,

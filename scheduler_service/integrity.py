@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from .request import RequestState
+from .trial import MAX_STRIKES
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -22,6 +23,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     _check_slots(scheduler)
     _check_kept(scheduler)
     _check_requests(scheduler)
+    _check_queue(scheduler)
+    _check_trial(scheduler)
     _check_prefills(scheduler)
     for seat in scheduler.seats.values():
         _check_seat(scheduler, seat)
@@ -102,6 +105,53 @@ def _check_requests(scheduler: Scheduler) -> None:
         raise IntegrityError(f"live answers of calls are counted as {dict(scheduler.calls)}")
     if any(request.state is not RequestState.WAITING for request in scheduler.queue):
         raise IntegrityError("a request in the queue is not in state WAITING")
+
+
+def _check_queue(scheduler: Scheduler) -> None:
+    queue = scheduler.queue
+    num_tokens = sum(len(request.prompt_token_ids) for request in queue)
+    if queue.num_tokens != num_tokens:
+        raise IntegrityError(f"{num_tokens} prompt tokens wait, {queue.num_tokens} are counted")
+    running = Counter(seat.request.client for seat in scheduler.seats.values())
+    if queue.num_running != running:
+        raise IntegrityError(
+            f"requests of clients run {dict(running)}, they are counted as "
+            f"{dict(queue.num_running)}"
+        )
+    for client, num_waiting in Counter(request.client for request in queue).items():
+        if queue.num_waiting_of(client) != num_waiting:
+            raise IntegrityError(
+                f"{num_waiting} requests of client {client!r} wait, "
+                f"{queue.num_waiting_of(client)} are counted"
+            )
+    head = queue.head()
+    if head is not None and head.request_id not in scheduler.requests:
+        raise IntegrityError(f"request {head.request_id!r} is the queue's head and is not live")
+
+
+def _check_trial(scheduler: Scheduler) -> None:
+    suspects = scheduler.trial.suspects
+    running = {seat.request.request_id for seat in scheduler.seats.values()}
+    if not suspects.keys() <= running:
+        raise IntegrityError(f"suspected are {sorted(suspects)}, running {sorted(running)}")
+    for name, suspect in suspects.items():
+        request = suspect.request
+        if (
+            not suspect.num_strikes < MAX_STRIKES
+            or len(request.generated_token_ids) >= suspect.clear_at
+        ):
+            raise IntegrityError(
+                f"request {name!r} is on trial with {suspect.num_strikes} strikes and "
+                f"{len(request.generated_token_ids)} tokens, it is cleared with {suspect.clear_at}"
+            )
+    for request in scheduler.requests.values():
+        found = suspects.get(request.request_id)
+        num_held = sum(len(event.token_ids) for event in found.held) if found else 0
+        if request.num_untold != num_held:
+            raise IntegrityError(
+                f"request {request.request_id!r}: {num_held} tokens are held back, "
+                f"{request.num_untold} are counted"
+            )
 
 
 def _check_seat(scheduler: Scheduler, seat: Seat) -> None:

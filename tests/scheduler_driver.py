@@ -17,6 +17,7 @@ from scheduler_service.request import (
     PromptLogprobsEvent,
     Request,
     Sampling,
+    TokenEvent,
     TokenLogprobs,
 )
 from scheduler_service.scheduler import Scheduler
@@ -87,6 +88,10 @@ class Told:
         assert len(event.logprobs) == (len(event.token_ids) if wants else 0)
 
 
+class WorkerDiedError(Exception):
+    """For scripts: the group is lost in this step."""
+
+
 class Driver:
     """A scheduler and its worker. `now_ns` moves by hand and with each result."""
 
@@ -101,6 +106,13 @@ class Driver:
         self.told: dict[str, Told] = {}
         # Constrained requests whose tokens a mask is due for, with those tokens.
         self.masks_due: dict[str, tuple[int, ...]] = {}
+        # Requests that the worker dies of, whatever it does for them.
+        self.poison: set[str] = set()
+        self.num_losses = 0
+        # Some token was told since the last loss.
+        self.has_told = False
+        # Who had which (slot, generation).
+        self.tenants: dict[tuple[int, int], str] = {}
         # In order; a dict for its order and its speed.
         self.admitted: dict[str, None] = {}
         self.worker = self._new_worker()
@@ -130,6 +142,9 @@ class Driver:
         command = self.scheduler.plan_step(self.now_ns)
         if command is not None:
             assert command.epoch == self.epoch
+            for row in command.rows:
+                name = self.scheduler.seats[row.slot].request.request_id
+                self.tenants[row.slot, row.generation] = name
             self.sent.append(command)
             self._note_admissions()
         return command
@@ -139,8 +154,16 @@ class Driver:
             self.admitted.setdefault(seat.request.request_id)
 
     def answer(self) -> list[Event]:
-        """The worker runs the oldest command, the scheduler takes its result."""
-        result = self.worker.run(self.sent.popleft())
+        """The worker runs the oldest command, the scheduler takes its result; or the worker dies
+        of it."""
+        command = self.sent.popleft()
+        try:
+            if any(self.tenants[row.slot, row.generation] in self.poison for row in command.rows):
+                raise WorkerDiedError
+            result = self.worker.run(command)
+        except WorkerDiedError:
+            self.lose_worker()
+            return []
         self.now_ns += result.duration_ns
         events = self.scheduler.apply_result(result, self.now_ns)
         self._tell(events)
@@ -171,6 +194,8 @@ class Driver:
     def lose_worker(self) -> None:
         """The group dies and comes back with empty slots under a new epoch."""
         self.epoch += 1
+        self.num_losses += 1
+        self.has_told = False
         self.worker = self._new_worker()
         self.worker.last_step_id = 2
         self.sent.clear()
@@ -200,3 +225,4 @@ class Driver:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             self.told[event.request_id].take(event)
+            self.has_told |= isinstance(event, TokenEvent)

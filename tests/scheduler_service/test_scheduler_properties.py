@@ -13,7 +13,14 @@ from scheduler_driver import STEP_NS, Driver, make_limits, make_request
 from fakes import FakeConstraint, logprobs_alone
 from scheduler_service.errors import InvalidArgumentError, QueueFullError
 from scheduler_service.prefix_index import PrefixReuse
-from scheduler_service.request import FinishReason, RequestState, Sampling, choice_id
+from scheduler_service.request import (
+    NO_CLIENT_LIMITS,
+    ClientLimits,
+    FinishReason,
+    RequestState,
+    Sampling,
+    choice_id,
+)
 from scheduler_service.step import PrefillChunk
 
 VOCAB_SIZE = 12
@@ -30,7 +37,11 @@ def check_told(d: Driver) -> None:
         if told.end is None:
             continue
         constraint = told.request.constraint
-        if told.end.reason is FinishReason.ERROR:
+        if told.request.request_id in d.poison:
+            assert not told.tokens
+            assert told.end.matched_token_id is None
+            assert told.end.reason is not FinishReason.LENGTH
+        elif told.end.reason is FinishReason.ERROR:
             assert told.end.status == "FAILED_PRECONDITION"
             assert len(alone) == constraint.num_tokens
             assert not constraint.is_complete
@@ -65,6 +76,8 @@ PROMPTS = st.builds(
     st.lists(st.sampled_from(BLOCKS), max_size=4),
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6),
 )
+# By client. "solo" may run one request at a time.
+CLIENTS = {"": NO_CLIENT_LIMITS, "solo": ClientLimits(1, 0), "few": ClientLimits(2, 3)}
 SAMPLINGS = st.sampled_from(
     [
         {},
@@ -87,6 +100,8 @@ class SchedulerLife(RuleBasedStateMachine):
         max_steps=st.integers(1, 5),
         max_queue_len=st.integers(1, 6),
         max_logprobs_steps=st.integers(1, 6),
+        fair_share=st.booleans(),
+        max_waiting_per_client=st.sampled_from([0, 0, 2]),
     )
     def begin(
         self,
@@ -99,9 +114,13 @@ class SchedulerLife(RuleBasedStateMachine):
         max_steps,
         max_queue_len,
         max_logprobs_steps,
+        fair_share,
+        max_waiting_per_client,
     ):
         limits = make_limits(
             num_slots=num_slots,
+            fair_share=fair_share,
+            max_waiting_per_client=max_waiting_per_client,
             max_running=min(max_running, num_slots),
             prefix_reuse=reuse,
             max_logprobs_steps=max_logprobs_steps,
@@ -128,6 +147,8 @@ class SchedulerLife(RuleBasedStateMachine):
         sampling=SAMPLINGS,
         constrained=st.sampled_from([None, None, (3, True), (9, True), (4, False)]),
         num_answers=st.sampled_from([1, 1, 1, 2, 4]),
+        client=st.sampled_from(["", "", *CLIENTS]),
+        is_poisoned=st.integers(0, 9).map(lambda number: number == 9),
     )
     def submit(
         self,
@@ -141,6 +162,8 @@ class SchedulerLife(RuleBasedStateMachine):
         sampling,
         constrained,
         num_answers,
+        client,
+        is_poisoned,
     ):
         self.num_submitted += 1
         deadline_ns = None if deadline is None else self.d.now_ns + deadline * STEP_NS
@@ -162,19 +185,30 @@ class SchedulerLife(RuleBasedStateMachine):
                     cache_salt=salt,
                     num_logprobs=logprobs,
                     num_prompt_logprobs=prompt_logprobs,
+                    client=client,
+                    client_limits=CLIENTS[client],
                     **fields,
                 )
             )
-        limits, num_waiting = self.d.limits, len(self.d.scheduler.queue)
+        limits, queue = self.d.limits, self.d.scheduler.queue
+        num_waiting, of_client = len(queue), queue.num_waiting_of(client)
+        max_waiting = limits.max_waiting_of(requests[0])
         try:
             self.d.submit(*requests)
         except QueueFullError:
-            assert num_waiting + num_answers > limits.max_queue_len
-            assert len(self.d.scheduler.queue) == num_waiting
+            is_full = num_waiting + num_answers > limits.max_queue_len
+            assert is_full or max_waiting < of_client + num_answers
+            assert is_full or max_waiting
+            assert len(queue) == num_waiting
         except InvalidArgumentError:
-            assert num_answers > limits.max_queue_len + limits.max_running
+            bounds = [limits.max_queue_len + limits.max_running]
+            if max_waiting:
+                bounds.append(max_waiting + limits.max_running_of(requests[0]))
+            assert num_answers > min(bounds)
         else:
             self.accepted += [request.request_id for request in requests]
+            if is_poisoned:
+                self.d.poison.add(requests[-1].request_id)
 
     @rule()
     def plan(self):
@@ -216,8 +250,10 @@ class SchedulerLife(RuleBasedStateMachine):
         released = len(self.d.told[request_id].tokens)
         self.d.stop(request_id, data.draw(st.integers(0, released)))
 
+    @precondition(lambda self: self.d.has_told or not self.d.sent)
     @rule()
     def lose_worker(self):
+        """Through no request's fault, and not again before somebody was told a new token."""
         self.d.lose_worker()
 
     @rule(steps=st.integers(1, 20))
@@ -243,11 +279,20 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @invariant()
     def first_come_first_served(self):
-        order = [self.accepted.index(name) for name in self.d.admitted]
-        assert order == sorted(order)
+        """Among the requests of each client."""
+        last: dict[str, int] = {}
+        for name in [*self.d.admitted, *(one.request_id for one in self.d.scheduler.queue)]:
+            request, place = self.d.told[name].request, self.accepted.index(name)
+            assert last.get(request.client, -1) < place
+            last[request.client] = place
         for request in self.d.scheduler.queue:
             assert request.state is RequestState.WAITING
-            assert not order or self.accepted.index(request.request_id) > order[-1]
+
+    @invariant()
+    def clients_keep_to_their_limits(self):
+        for client, limits in CLIENTS.items():
+            num_running = self.d.scheduler.queue.num_running[client]
+            assert not limits.max_running or num_running <= limits.max_running
 
     @invariant()
     def tokens_within_limits(self):
@@ -299,7 +344,7 @@ def simulate(num_requests: int, seed: int) -> Driver:
                 d.submit(make_request(f"invalid{index}", (1,) * 60, max_new_tokens=5))
         if rng.random() < 0.30 and not d.scheduler.is_empty:
             d.cancel(rng.choice(list(d.scheduler.requests)))
-        if rng.random() < 0.01:
+        if rng.random() < 0.01 and d.has_told:
             d.lose_worker()
         if rng.random() < 0.7:
             d.step()

@@ -60,6 +60,13 @@ def serve(
         str | None, typer.Option(help="KV cache: auto, float32, bfloat16 or float16.")
     ] = None,
     max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
+    max_waiting_per_client: Annotated[
+        int | None, typer.Option(help="Requests of one client that may wait.")
+    ] = None,
+    fair_share: Annotated[
+        bool,
+        typer.Option("--fair-share", help="Share the slots evenly among clients that wait."),
+    ] = False,
     threads: ThreadsOption = None,
     served_name: Annotated[str | None, typer.Option(help="Name; else the folder's.")] = None,
     grace: Annotated[
@@ -108,6 +115,8 @@ def serve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_queue_len=max_queue_len,
+        max_waiting_per_client=max_waiting_per_client,
+        fair_share=fair_share,
         threads=threads,
         served_name=served_name,
         grace=grace,
