@@ -14,11 +14,11 @@ from collections.abc import Coroutine, Iterator
 import grpc
 
 from .auth import Callers, Gate
-from .config import Config, is_loopback
+from .config import Config, ConfigError, is_loopback
 from .engine import Engine
 from .engine_types import EngineState, LoadProgress
 from .health import HealthService
-from .journal import Journal, RecordedCall
+from .journal import Journal, JournalError, RecordedCall
 from .listener import bind, make_server
 from .server import add_inference, resume_calls
 from .service import InferenceService, Survival, load_model
@@ -137,12 +137,15 @@ class Process:
         keeping = self._config.keeping
         journal, recorded = None, list[RecordedCall]()
         if keeping.journal is not None:
-            journal, recorded = await asyncio.to_thread(
-                Journal.open,
-                keeping.journal,
-                max_bytes=keeping.journal_max_bytes,
-                retention_s=keeping.retention_s,
-            )
+            try:
+                journal, recorded = await asyncio.to_thread(
+                    Journal.open,
+                    keeping.journal,
+                    max_bytes=keeping.journal_max_bytes,
+                    retention_s=keeping.retention_s,
+                )
+            except JournalError as error:
+                raise ConfigError(str(error)) from error
             self._at_end.callback(journal.close)
         survival = Survival(
             journal=journal,
