@@ -279,7 +279,8 @@ class JournalFile:
     def tidy(self) -> None:
         """Copies a long log into the file, and gives some of its free pages back to the system."""
         if self._num_free_pages() >= 2 * _NUM_SPARE_PAGES:
-            self._db.execute(f"PRAGMA incremental_vacuum({_NUM_SPARE_PAGES})").fetchall()
+            # `execute` would end after the first page.
+            self._db.executescript(f"PRAGMA incremental_vacuum({_NUM_SPARE_PAGES})")
         if self._log_bytes() >= self._max_log_bytes:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
@@ -298,7 +299,6 @@ class JournalFile:
             "PRAGMA locking_mode = EXCLUSIVE;"
             "PRAGMA trusted_schema = OFF;"
             "PRAGMA cell_size_check = ON;"
-            "PRAGMA auto_vacuum = INCREMENTAL;"
             "PRAGMA synchronous = NORMAL;"
             "PRAGMA wal_autocheckpoint = 0;"
             f"PRAGMA journal_size_limit = {self._max_log_bytes};"
@@ -317,6 +317,9 @@ class JournalFile:
         self._db.execute("PRAGMA journal_mode = WAL").fetchall()
 
     def _create(self) -> None:
+        # The first takes effect with the second where a page was written already.
+        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        self._db.execute("VACUUM")
         self._db.execute("PRAGMA journal_mode = WAL").fetchall()
         with self.transaction():
             for statement in _SCHEMA:

@@ -203,6 +203,7 @@ class JournalWriter:
             self._on_report(Report(batch.accepted, batch.refused, batch.broken))
             file.tidy()
         self._purge(file)
+        file.tidy()
         if self._error:
             self._error = ""
             self._on_report(Report())
@@ -327,7 +328,6 @@ class JournalWriter:
         if expired:
             with file.transaction():
                 file.delete(expired)
-            file.tidy()
         if len(expired) < _NUM_PURGED:
             self._next_purge = time.monotonic() + _PURGE_S
 
