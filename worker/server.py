@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
@@ -99,6 +100,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             level = logging.INFO if info is None else logging.ERROR
             _LOG.log(level, "stream ended: %s", error)
             await context.abort(grpc.StatusCode[error.status], str(error))
+        except DecodeError as error:
+            words = f"what came is no message: {error}"
+            _LOG.error("stream ended: %s", words)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, words)
         except grpc.aio.BaseError as error:
             _LOG.info("the scheduler went away: %s", error)
         except Exception as error:

@@ -515,6 +515,23 @@ async def test_first_message_must_configure(
     assert (await failure(stream))[0] == grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_bytes_that_are_no_message_end_the_stream(
+    served: Served, is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = served.channel.stream_stream("/slotwise.worker.v1.Worker/Run")()
+    if not is_first:
+        await stream.write(worker_pb2.RunRequest(configure=configure()).SerializeToString())
+        while not worker_pb2.RunResponse.FromString(await stream.read()).HasField("configured"):
+            pass
+    await stream.write(b"\xff\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError, match="no message") as caught:
+        await asyncio.wait_for(stream.read(), TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text
+    await served.configured()
+
+
 async def test_failed_step_is_aborted(served: Served) -> None:
     stream, _ = await served.configured()
 
