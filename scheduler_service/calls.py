@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from .answers import Answer, Update
@@ -52,8 +52,13 @@ class Call:
     is_resumed: bool = False
     # Whether it is in the journal, as soon as that is known; None: there is no journal.
     journaled: asyncio.Future[bool] | None = None
-    has_reader: bool = False
     ended_s: float | None = None
+
+    # Which answer is which, by request id.
+    choices: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = {one.request_id: index for index, one in enumerate(self.requests)}
 
     @property
     def call_id(self) -> str:
@@ -113,7 +118,7 @@ class Calls:
     @property
     def num_unread(self) -> int:
         """Calls that wait or run while nobody reads them."""
-        return sum(not call.has_reader and call.ended_s is None for call in self._calls.values())
+        return len(self._waits)
 
     def add(self, call: Call) -> None:
         """From now on it is known, and what it tells is written down."""
@@ -145,7 +150,6 @@ class Calls:
 
     def leave(self, generation: Generation) -> None:
         """Nobody reads the call any more: it goes on for its window, then it is cancelled."""
-        generation.call.has_reader = False
         wait = asyncio.get_running_loop().create_task(self._read_unread(generation))
         self._waits.add(wait)
         wait.add_done_callback(self._waits.discard)
@@ -176,8 +180,7 @@ class Calls:
 
     def _note(self, call: Call, event: Event) -> None:
         if self._journal is not None and not self._goes_on(event):
-            index = self._choice_index(call, event.request_id)
-            self._journal.add(call.call_id, index, event)
+            self._journal.add(call.call_id, call.choices[event.request_id], event)
         if isinstance(event, FinishedEvent) and call.has_ended:
             self._keep(call)
 
@@ -185,12 +188,6 @@ class Calls:
         """An end that is the server's own."""
         is_ours = isinstance(event, FinishedEvent) and event.status == "UNAVAILABLE"
         return is_ours and self._is_stopping
-
-    @staticmethod
-    def _choice_index(call: Call, request_id: str) -> int:
-        if len(call.requests) == 1:
-            return 0
-        return next(one.choice_index for one in call.requests if one.request_id == request_id)
 
     def _keep(self, call: Call) -> None:
         """It has ended."""
@@ -256,7 +253,6 @@ class Generation:
         self._is_attached = is_attached
         # Events that were read and not yet told.
         self._events: deque[Event] = deque()
-        call.has_reader = True
 
     async def __aenter__(self) -> Generation:
         return self
@@ -288,7 +284,6 @@ class Generation:
         """Nobody reads it any more."""
         if self._stream is not self.call.stream:
             return
-        self.call.has_reader = False
         if self.has_ended:
             return
         if self._is_late():

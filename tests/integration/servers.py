@@ -53,11 +53,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(model: Path | str, *flags: str) -> Iterator[Server]:
-    """Starts a server on a free port, waits until it is ready, drains it at the end."""
+def running_server(model: Path | str, *flags: str, port: int = 0) -> Iterator[Server]:
+    """Starts a server, waits until it is ready, drains it at the end."""
     command = [sys.executable, "-m", "scheduler_service", "--model", str(model), "--events"]
     process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", "0", *flags],
+        [*command, "--host", "127.0.0.1", "--port", str(port), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
