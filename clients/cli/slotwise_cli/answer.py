@@ -11,6 +11,7 @@ from rich.text import Text
 from slotwise_client import (
     Accepted,
     Delta,
+    Event,
     Finished,
     FinishReason,
     PromptLogprobs,
@@ -85,7 +86,7 @@ def answers_for(n: int | None) -> list[Answer]:
     return [Answer() for _ in range(min(max(n or 1, 1), MAX_ANSWERS))]
 
 
-def follow(stream: Stream, output: Output, answers: Sequence[Answer]) -> None:
+def follow(stream: Stream[Event], output: Output, answers: Sequence[Answer]) -> None:
     """Read a stream of as many choices as `answers` to its end.
 
     The text of a single one is shown as it comes unless JSON is wanted, its reasoning on stderr.

@@ -20,6 +20,7 @@ from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .bench_chat import chat
 from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
+from .bench_journal import journal
 from .bench_kernels import kernels
 from .bench_steps import steps
 from .helper_process import run_json
@@ -46,6 +47,7 @@ bench = typer.Typer(help="Measure.", no_args_is_help=True)
 bench.command()(steps)
 bench.command()(kernels)
 bench.command()(chat)
+bench.command()(journal)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import typer
 from slotwise_client import (
     Chat,
     Client,
+    Event,
     FinishReason,
     GenerateOptions,
     Message,
@@ -233,6 +234,6 @@ def _ctrl_c() -> Iterator[threading.Event]:
         pressed.set()
 
 
-def _close_when(pressed: threading.Event, stream: Stream) -> None:
+def _close_when(pressed: threading.Event, stream: Stream[Event]) -> None:
     pressed.wait()
     stream.close()

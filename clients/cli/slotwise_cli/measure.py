@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from slotwise_client import AsyncClient, AsyncStream, Delta, GenerateOptions, ModelInfo
+from slotwise_client import AsyncClient, AsyncStream, Delta, Event, GenerateOptions, ModelInfo
 
 Prompts = Sequence[Sequence[int]]
 
@@ -139,7 +139,7 @@ def _ms_per_token(window: Sequence[tuple[float, int]]) -> float:
     return seconds * 1e3 / sum(count for _, count in window[1:])
 
 
-async def _follow(stream: AsyncStream, sent: float) -> Timeline:
+async def _follow(stream: AsyncStream[Event], sent: float) -> Timeline:
     arrivals: list[tuple[float, int]] = []
     async for event in stream:
         if isinstance(event, Delta) and event.token_ids:

@@ -8,6 +8,7 @@ with Client("127.0.0.1:50051") as client:
             print(event.text, end="", flush=True)
 """
 
+from ._connection import TlsOptions
 from .aio import AsyncClient, AsyncStream
 from .client import Client, Stream
 from .errors import (
@@ -59,7 +60,9 @@ from .types import (
     Message,
     Prompt,
     PromptLogprobs,
+    RecordedAnswer,
     RenderedChat,
+    RequestRecord,
     Timings,
     TokenLogprob,
     TokenLogprobs,
@@ -105,7 +108,9 @@ __all__ = [
     "Prompt",
     "PromptLogprobs",
     "QueueFullError",
+    "RecordedAnswer",
     "RenderedChat",
+    "RequestRecord",
     "Sampling",
     "SelfTest",
     "ServerInfo",
@@ -117,6 +122,7 @@ __all__ = [
     "Stream",
     "SupersededError",
     "Timings",
+    "TlsOptions",
     "TokenLogprob",
     "TokenLogprobs",
     "Tool",

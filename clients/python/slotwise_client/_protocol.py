@@ -8,13 +8,14 @@ from enum import StrEnum
 from types import NoneType
 from typing import Any, Final, Generic, TypeVar, get_args, get_origin, get_type_hints
 
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2
 
 from slotwise.v1 import inference_pb2 as pb
 
 from .errors import FieldViolation, InvalidArgumentError
-from .info import Health, Load, ModelInfo, ServerInfo, Slot
+from .info import Health, Load, ModelInfo, ServerInfo, Setup, Slot
 from .types import (
     Accepted,
     Chat,
@@ -28,7 +29,9 @@ from .types import (
     Message,
     Prompt,
     PromptLogprobs,
+    RecordedAnswer,
     RenderedChat,
+    RequestRecord,
     Timings,
     TokenLogprob,
     TokenLogprobs,
@@ -38,20 +41,6 @@ from .types import (
 )
 
 SERVICE: Final = "slotwise.v1.Inference"
-MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-
-# Pings find a dead peer behind a silent connection; reconnecting starts fast, so that waiting for a
-# server that is just starting does not overshoot by a long back-off.
-CHANNEL_OPTIONS: Final = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
-
 SAMPLING: Final = frozenset(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "grammar", "choice")
 
@@ -80,9 +69,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         if name in CONSTRAINTS:
             _set_constraint(request, name, value)
         elif name in SAMPLING:
-            _set(request.sampling, name, value, "sampling.")
+            set_field(request.sampling, name, value, "sampling.")
         else:
-            _set(request, name, value)
+            set_field(request, name, value)
     return request
 
 
@@ -95,9 +84,9 @@ def chat_message(chat: Chat) -> pb.Chat:
         _set_turn(message.messages.add(), turn)
     for tool in chat.tools:
         added = message.tools.add()
-        _set(added, "name", tool.name, "chat.tools.")
+        set_field(added, "name", tool.name, "chat.tools.")
         if tool.description is not None:
-            _set(added, "description", tool.description, "chat.tools.")
+            set_field(added, "description", tool.description, "chat.tools.")
         if tool.parameters is not None:
             added.parameters_json = json.dumps(dict(tool.parameters))
     return message
@@ -107,11 +96,11 @@ def _set_turn(message: pb.ChatMessage, turn: Message) -> None:
     for name in ("role", "content", "tool_call_id", "name", "reasoning_content"):
         value = getattr(turn, name)
         if value is not None:
-            _set(message, name, value, "chat.messages.")
+            set_field(message, name, value, "chat.messages.")
     for call in turn.tool_calls:
         added = message.tool_calls.add()
         for name in ("id", "name", "arguments_json"):
-            _set(added, name, getattr(call, name), "chat.messages.tool_calls.")
+            set_field(added, name, getattr(call, name), "chat.messages.tool_calls.")
 
 
 def _set_constraint(request: pb.GenerateRequest, name: str, value: Any) -> None:
@@ -126,30 +115,31 @@ def _set_constraint(request: pb.GenerateRequest, name: str, value: Any) -> None:
         request.json_object.SetInParent()
     elif name == "choice":
         request.choice.SetInParent()
-        _set(request.choice, "texts", value, "choice.")
+        set_field(request.choice, "texts", value, "choice.")
     else:
-        _set(request, name, json.dumps(dict(value)) if isinstance(value, Mapping) else value)
+        set_field(request, name, json.dumps(dict(value)) if isinstance(value, Mapping) else value)
 
 
 def detokenize_request(token_ids: Sequence[int], keep_control_tokens: bool) -> pb.DetokenizeRequest:
     """The request for the text of some ids."""
     request = pb.DetokenizeRequest(keep_control_tokens=keep_control_tokens)
-    _set(request, "token_ids", token_ids)
+    set_field(request, "token_ids", token_ids)
     return request
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        _set(request, "text", prompt)
+        set_field(request, "text", prompt)
     elif isinstance(prompt, Chat):
         request.chat.CopyFrom(chat_message(prompt))
     else:
         # Choosing the member also when there are no ids lets the server name the empty field.
         request.token_ids.SetInParent()
-        _set(request.token_ids, "ids", prompt, "token_ids.")
+        set_field(request.token_ids, "ids", prompt, "token_ids.")
 
 
-def _set(message: Any, name: str, value: Any, prefix: str = "") -> None:
+def set_field(message: Any, name: str, value: Any, prefix: str = "") -> None:
+    """InvalidArgumentError, by the name of the field, for what it cannot hold."""
     try:
         if hasattr(getattr(message, name), "extend"):
             _refuse_text(name, value)
@@ -229,6 +219,29 @@ def choice(request_id: str, message: pb.CompleteChoice) -> Choice:
         tool_calls=tuple(mirror(ToolCall, call) for call in message.tool_calls),
         logprobs=all_logprobs(message.logprobs),
         finished=finished(request_id, message.finished),
+    )
+
+
+def replayed(response: pb.ReplayResponse) -> RequestRecord | Event | None:
+    """One message of a Replay stream; None as of `event`."""
+    if response.WhichOneof("event") == "record":
+        return record(response.record)
+    return event(response.response)
+
+
+def record(message: pb.RequestRecord) -> RequestRecord:
+    """What was kept of a request."""
+    return RequestRecord(
+        request_id=message.request_id,
+        request=MessageToDict(message.request, preserving_proto_field_name=True),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        seed=message.seed,
+        setup=mirror(Setup, message.setup),
+        answers=tuple(
+            RecordedAnswer(tuple(one.token_ids), _enum(one, "finish_reason", FinishReason))
+            for one in message.answers
+        ),
+        accepted_unix_ns=message.accepted_unix_ns,
     )
 
 
@@ -352,6 +365,12 @@ GENERATE: Call[pb.GenerateRequest, pb.GenerateResponse, Event | None] = Call(
 )
 COMPLETE: Call[pb.GenerateRequest, pb.CompleteResponse, Completion] = Call(
     _inference("Complete"), pb.CompleteResponse, completion
+)
+ATTACH: Call[pb.AttachRequest, pb.GenerateResponse, Event | None] = Call(
+    _inference("Attach"), pb.GenerateResponse, event
+)
+REPLAY: Call[pb.ReplayRequest, pb.ReplayResponse, RequestRecord | Event | None] = Call(
+    _inference("Replay"), pb.ReplayResponse, replayed
 )
 CANCEL: Call[pb.CancelRequest, pb.CancelResponse, None] = Call(
     _inference("Cancel"), pb.CancelResponse, _nothing

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
@@ -14,51 +16,95 @@ from grpc_health.v1 import health_pb2
 from slotwise.v1 import inference_pb2 as pb
 
 from . import _protocol as protocol
+from ._connection import CANCEL_TIMEOUT_S, Connection, TlsOptions
+from ._gathering import Gathering
+from ._reading import Once, Reading, Source, attach_request
 from .errors import DeadlineError, NotFoundError, from_rpc_error
 from .info import Health, Load, ModelInfo, ServerInfo, Slot
-from .types import Chat, Completion, Event, GenerateOptions, Message, Prompt, RenderedChat, Tool
+from .types import (
+    Chat,
+    Completion,
+    Event,
+    GenerateOptions,
+    Message,
+    Prompt,
+    RenderedChat,
+    RequestRecord,
+    Tool,
+)
 
 Q = TypeVar("Q", bound=ProtoMessage)
 R = TypeVar("R", bound=ProtoMessage)
 T = TypeVar("T")
 
 
-class AsyncStream(AsyncIterator[Event]):
+class AsyncStream(AsyncIterator[T], Generic[T]):
     """The events of one request as they come.
 
     Accepted, PromptLogprobs if asked for, any number of Delta, one Finished per choice.
 
+    A lost connection, a server that was restarted and one that sends its clients elsewhere go by
+    unseen: every token and every piece of text comes exactly once.
+
     Dropping the stream (leaving a `with` block, `close`, garbage collection) cancels the request
-    when it still runs. Iteration raises the typed errors of `slotwise_client.errors`.
+    when it still runs; `detach` leaves it. Iteration raises the typed errors of
+    `slotwise_client.errors`.
     """
 
-    def __init__(self, call: Any, target: str) -> None:
-        self._call = call
-        self._target = target
-        self._closed = False
+    def __init__(
+        self, client: "AsyncClient", source: Source[T], timeout: float | None, delay: float = 0.0
+    ) -> None:
+        """`delay`: the request was lost already; seconds until it is read on."""
+        self._call: Any = None
+        self._client = client
+        self._source = source
+        self._loop = asyncio.get_running_loop()
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._closed = asyncio.Event()
+        self._delay = delay
+        client._streams.add(self)
+        if not delay:
+            self._open()
 
-    async def __anext__(self) -> Event:
+    @property
+    def request_id(self) -> str | None:
+        """The request's name. None: it was left to the server, which tells it in each event."""
+        return self._source.request_id
+
+    async def __anext__(self) -> T:
         while True:
             try:
+                if self._call is None:
+                    await self._reopen()
                 response = await self._call.read()
             except grpc.RpcError as error:
-                raise from_rpc_error(error, self._target) from error
+                if self._closed.is_set() or self._source.is_over:
+                    raise StopAsyncIteration from None
+                self._lose(error)
+                continue
             except asyncio.CancelledError:
                 # grpc.aio answers our own close() the way asyncio answers a cancelled task.
                 task = asyncio.current_task()
-                if self._closed and not (task and task.cancelling()):
+                if self._closed.is_set() and not (task and task.cancelling()):
                     raise StopAsyncIteration from None
                 raise
             if response is grpc.aio.EOF:
-                raise StopAsyncIteration
-            event = protocol.event(response)
+                if self._closed.is_set() or self._source.ended():
+                    raise StopAsyncIteration
+                self._lose(None)
+                continue
+            event = self._take(response)
             if event is not None:
                 return event
 
     def close(self) -> None:
         """Cancel what still runs; iteration then ends. Safe to call twice."""
-        self._closed = True
-        self._call.cancel()
+        if self._leave():
+            self._client._end(self._source.request_id)
+
+    def detach(self) -> None:
+        """Stop reading and let the request run, for its attach window, for `AsyncClient.attach`."""
+        self._leave()
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,12 +115,56 @@ class AsyncStream(AsyncIterator[Event]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Returns when the server knows that the request ended, or after a second."""
         self.close()
+        await self._client._wait_for_ends()
 
     def __del__(self) -> None:
-        # A stream that outlives its event loop has no call left to cancel.
+        # A stream that outlives its event loop has no call left to cancel. The garbage collector
+        # may be at work in another thread.
         with contextlib.suppress(RuntimeError):
+            if self._leave():
+                end = self._client._end
+                self._loop.call_soon_threadsafe(end, self._source.request_id)
+
+    def _take(self, response: Any) -> T | None:
+        try:
+            return self._source.take(response)
+        except Exception:
+            # A new run that is not the same one is nobody's.
             self.close()
+            raise
+
+    def _lose(self, error: grpc.RpcError | None) -> None:
+        self._call = None
+        self._delay = self._source.lost(error)
+
+    async def _reopen(self) -> None:
+        """StopAsyncIteration when the stream is closed meanwhile."""
+        delay = min(self._delay, self._remaining(self._delay))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay)
+            raise StopAsyncIteration
+        self._open()
+
+    def _open(self) -> None:
+        call, request = self._source.next_call()
+        timeout = None if self._deadline is None else self._remaining(0.0)
+        self._call = self._client._stream_method(call)(request, timeout=timeout)
+
+    def _remaining(self, without_deadline: float) -> float:
+        if self._deadline is None:
+            return without_deadline
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _leave(self) -> bool:
+        """Stop reading; whether a request is left that has to be cancelled."""
+        if self._closed.is_set():
+            return False
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+        return self._source.request_id is not None and not self._source.is_over
 
 
 class AsyncClient:
@@ -86,21 +176,72 @@ class AsyncClient:
     method raises a subclass of `SlotwiseError` when the call fails.
     """
 
-    def __init__(self, target: str = "127.0.0.1:50051") -> None:
+    def __init__(
+        self,
+        target: str = "127.0.0.1:50051",
+        *,
+        tls: TlsOptions | bool = False,
+        token: str | None = None,
+        insecure_token: bool = False,
+        reconnect: bool = True,
+        reconnect_timeout: float = 60.0,
+    ) -> None:
+        """As of `Client`."""
         self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=protocol.CHANNEL_OPTIONS)
+        self._connection = connection = Connection(
+            target,
+            tls=tls,
+            token=token,
+            insecure_token=insecure_token,
+            reconnect=reconnect,
+            reconnect_timeout=reconnect_timeout,
+        )
+        if connection.credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, connection.options)
+        else:
+            self._channel = grpc.aio.secure_channel(
+                target, connection.credentials, connection.options
+            )
+        self._streams: weakref.WeakSet[AsyncStream[Any]] = weakref.WeakSet()
+        # Requests that are being cancelled.
+        self._ends: set[asyncio.Task[None]] = set()
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncStream:
+    ) -> AsyncStream[Event]:
         """Start a request and return its events as they come."""
-        request = protocol.generate_request(prompt, options)
-        method = self._channel.unary_stream(
-            protocol.GENERATE.path,
-            request_serializer=protocol.GENERATE.serialize,
-            response_deserializer=protocol.GENERATE.response.FromString,
+        return AsyncStream(self, self._source(protocol.generate_request(prompt, options)), timeout)
+
+    def attach(
+        self,
+        request_id: str,
+        next_token_index: int = 0,
+        other_next_token_indices: Sequence[int] = (),
+        next_prompt_token_index: int = 0,
+        *,
+        timeout: float | None = None,
+    ) -> AsyncStream[Event]:
+        """Read a request on, from any connection: one that runs, or ended not long ago.
+
+        The indices are those of the first tokens to come, of each choice and of prompt logprobs.
+        NotFoundError, ExpiredError, OutOfRangeError or PermissionDeniedError where there is none.
+        """
+        request = attach_request(
+            request_id, next_token_index, other_next_token_indices, next_prompt_token_index
         )
-        return AsyncStream(method(request, timeout=timeout), self.target)
+        return AsyncStream(self, self._source(request), timeout)
+
+    def replay(
+        self, request_id: str, *, timeout: float | None = None
+    ) -> AsyncStream[RequestRecord | Event]:
+        """Run an ended request again: first its record, then the events of the new run.
+
+        NotFoundError, PermissionDeniedError; FailedPreconditionError while it runs, and
+        SetupDiffersError when the server is not set up as it was then.
+        """
+        request = pb.ReplayRequest(request_id=request_id)
+        source: Once[RequestRecord | Event] = Once(self._connection, protocol.REPLAY, request)
+        return AsyncStream(self, source, timeout)
 
     def chat(
         self,
@@ -110,7 +251,7 @@ class AsyncClient:
         tools: Sequence[Tool] = (),
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> AsyncStream:
+    ) -> AsyncStream[Event]:
         """`generate` for a question, or for a conversation so far; `system` is put before it."""
         chat = Chat.of(messages, system=system, tools=tools)
         return self.generate(chat, timeout=timeout, **options)
@@ -118,10 +259,23 @@ class AsyncClient:
     async def complete(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """The whole answer at once."""
-        return await self._unary(
-            protocol.COMPLETE, protocol.generate_request(prompt, options), timeout
-        )
+        """The whole answer at once; what is lost on the way is read on as of `generate`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        source = self._source(protocol.generate_request(prompt, options))
+        try:
+            return await self._call(protocol.COMPLETE, source.first, timeout)
+        except grpc.RpcError as error:
+            delay = source.lost(error)
+        except BaseException:
+            if source.request_id is not None:
+                self._end(source.request_id)
+            raise
+        gathering = Gathering()
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        async with AsyncStream(self, source, remaining, delay) as stream:
+            async for event in stream:
+                gathering.take(event)
+        return gathering.completion()
 
     async def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
         """Stop a request of any client by its id; its stream ends with reason CANCELLED."""
@@ -192,11 +346,7 @@ class AsyncClient:
 
     async def _watch_until_serving(self, timeout: float) -> bool:
         """False when the connection was lost and the watch must be opened again."""
-        method = self._channel.unary_stream(
-            protocol.HEALTH_WATCH.path,
-            request_serializer=protocol.HEALTH_WATCH.serialize,
-            response_deserializer=protocol.HEALTH_WATCH.response.FromString,
-        )
+        method = self._stream_method(protocol.HEALTH_WATCH)
         request = health_pb2.HealthCheckRequest(service=protocol.SERVICE)
         # With wait_for_ready a lost server is dialled with back-off inside this one call.
         call = method(request, timeout=max(timeout, 0.0), wait_for_ready=True)
@@ -214,6 +364,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running streams are cancelled."""
+        self._connection.is_closed = True
+        for stream in list(self._streams):
+            stream.close()
+        await self._wait_for_ends()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -227,13 +381,48 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    def _source(self, request: pb.GenerateRequest | pb.AttachRequest) -> Once[Event] | Reading:
+        if self._connection.reconnect:
+            return Reading(self._connection, request)
+        sends = isinstance(request, pb.GenerateRequest)
+        return Once(self._connection, protocol.GENERATE if sends else protocol.ATTACH, request)
+
+    def _end(self, request_id: str | None) -> None:
+        """Cancel a request that nobody reads any more, if it is there."""
+        task = asyncio.ensure_future(self._cancel_if_there(str(request_id)))
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def _cancel_if_there(self, request_id: str) -> None:
+        # Best effort: what is not heard of is ended by its attach window.
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
+            request = pb.CancelRequest(request_id=request_id)
+            await self._call(protocol.CANCEL, request, CANCEL_TIMEOUT_S)
+
+    async def _wait_for_ends(self) -> None:
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=CANCEL_TIMEOUT_S)
+
+    def _stream_method(self, call: Any) -> Any:
+        method = self._channel.unary_stream(
+            call.path,
+            request_serializer=call.serialize,
+            response_deserializer=call.response.FromString,
+        )
+        return functools.partial(method, metadata=self._connection.metadata)
+
     async def _unary(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+        try:
+            return await self._call(call, request, timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from error
+
+    async def _call(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
         method = self._channel.unary_unary(
             call.path,
             request_serializer=call.serialize,
             response_deserializer=call.response.FromString,
         )
-        try:
-            return call.read(await method(request, timeout=timeout))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.target) from error
+        response = await method(request, timeout=timeout, metadata=self._connection.metadata)
+        self._connection.was_reached = True
+        return call.read(response)

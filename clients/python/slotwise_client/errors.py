@@ -1,6 +1,7 @@
 """Errors of the client: one class per way a call can fail, made from gRPC statuses."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -110,6 +111,8 @@ class AnswerChangedError(SlotwiseError):
     """
 
 
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+
 BY_CODE: dict[grpc.StatusCode, type[SlotwiseError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
@@ -129,6 +132,24 @@ BY_REASON: dict[str, type[SlotwiseError]] = {
     "EXPIRED_REQUEST": ExpiredError,
     "SETUP_DIFFERS": SetupDiffersError,
 }
+
+
+# What gRPC says, by codes that a server has too, of a connection that broke.
+_LOST_WORDS: Final = ("RST_STREAM", "Stream removed", "Socket closed", "GOAWAY", "http2", "EOF")
+
+
+def is_loss(error: grpc.RpcError | None) -> bool:
+    """The stream broke off (None: it ended early) without a word of the server, or on the way."""
+    if error is None:
+        return True
+    code: grpc.StatusCode = error.code()
+    if any(key == _DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+        return False
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return True
+    message: str = error.details() or ""
+    unclear = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+    return unclear and any(words in message for words in _LOST_WORDS)
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> SlotwiseError:
@@ -154,7 +175,7 @@ def _details(error: grpc.RpcError) -> list[object]:
     known = (error_details_pb2.BadRequest, error_details_pb2.RetryInfo, error_details_pb2.ErrorInfo)
     found: list[object] = []
     for key, value in error.trailing_metadata() or ():
-        if key != "grpc-status-details-bin":
+        if key != _DETAILS_KEY:
             continue
         for packed in status_pb2.Status.FromString(value).details:
             for kind in known:

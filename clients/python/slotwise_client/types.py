@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias, TypedDict
 
+from .info import Setup
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -275,3 +277,24 @@ class RenderedChat:
 
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """What an answer was when it ended."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What was kept of a request; `request` is the GenerateRequest in its JSON form."""
+
+    request_id: str
+    request: Mapping[str, object]
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    setup: Setup
+    answers: tuple[RecordedAnswer, ...]
+    accepted_unix_ns: int

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from clients.scripted_server import SERVICE, WORDS, bad_field, queue_full, status
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2
 from grpc_health.v1 import health_pb2
 
 from slotwise_client import (
@@ -15,6 +15,7 @@ from slotwise_client import (
     Client,
     DeadlineError,
     Delta,
+    ExpiredError,
     FailedPreconditionError,
     Finished,
     FinishReason,
@@ -24,12 +25,17 @@ from slotwise_client import (
     Message,
     MessageTooLargeError,
     NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
     PromptLogprobs,
     QueueFullError,
+    SetupDiffersError,
     SlotState,
     SlotwiseError,
+    SupersededError,
     Tool,
     ToolCall,
+    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -168,10 +174,15 @@ def test_the_small_calls(served, client):
         (code_pb2.INTERNAL, InternalError),
         (code_pb2.DEADLINE_EXCEEDED, DeadlineError),
         (code_pb2.FAILED_PRECONDITION, FailedPreconditionError),
+        (code_pb2.OUT_OF_RANGE, OutOfRangeError),
+        (code_pb2.ABORTED, SupersededError),
+        (code_pb2.UNAUTHENTICATED, UnauthenticatedError),
+        (code_pb2.PERMISSION_DENIED, PermissionDeniedError),
         (code_pb2.DATA_LOSS, SlotwiseError),
     ],
 )
-def test_statuses_become_typed_errors(served, client, code, kind):
+def test_statuses_become_typed_errors(served, code, kind):
+    client = Client(served.address, reconnect_timeout=0)
     served.script.error = status(code, "what was wrong")
     with pytest.raises(kind) as caught:
         client.complete("x", timeout=TIMEOUT_S)
@@ -179,6 +190,23 @@ def test_statuses_become_typed_errors(served, client, code, kind):
     assert "what was wrong" in str(caught.value)
     with pytest.raises(kind):
         list(client.generate("x", timeout=TIMEOUT_S))
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("EXPIRED_REQUEST", ExpiredError),
+        ("SETUP_DIFFERS", SetupDiffersError),
+        ("CONSTRAINT", FailedPreconditionError),
+    ],
+)
+def test_one_code_for_several_things_is_told_apart(served, client, reason, kind):
+    info = error_details_pb2.ErrorInfo(reason=reason, domain="slotwise.v1")
+    served.script.error = status(code_pb2.FAILED_PRECONDITION, "what was wrong", info)
+    with pytest.raises(FailedPreconditionError) as caught:
+        client.complete("x", timeout=TIMEOUT_S)
+    assert type(caught.value) is kind
 
 
 def test_a_refused_field_is_named(served, client):

@@ -1,0 +1,159 @@
+"""`slotwise bench journal`: what the journal costs, beside the same server without one."""
+
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from slotwise_client import AsyncClient, Client, ModelInfo
+
+from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
+from .measure import Run, Spread, Work, percentile, run_once
+from .output import Output, Report
+from .serve import (
+    DeviceOption,
+    DtypeOption,
+    JsonFlag,
+    ThreadsOption,
+    TpOption,
+    model_folder,
+    server_flags,
+)
+from .server_process import running_server
+
+WITH, WITHOUT = "with a journal", "without"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """Of one server, in order."""
+
+    runs: list[Run]
+
+    @property
+    def speeds(self) -> list[float]:
+        return [run.tokens_per_s for run in self.runs]
+
+    def summary(self) -> dict[str, Any]:
+        ttfts = [timeline.ttft_ms for run in self.runs for timeline in run.timelines]
+        return {
+            "tokens_per_s": asdict(Spread.of(self.speeds)),
+            "ttft_ms_p50": percentile(ttfts, 50),
+            "ttft_ms_p90": percentile(ttfts, 90),
+        }
+
+
+def journal(
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    tp: TpOption = None,
+    threads: ThreadsOption = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each, by turns.")] = 7,
+    folder: Annotated[
+        Path | None, typer.Option(help="For the journal; else in the system's temporary folder.")
+    ] = None,
+    json_file: JsonFileOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure tokens/s and TTFT with a journal and without, by turns, on two equal servers."""
+    check_files(json_file, None)
+    output = Output(as_json)
+    work = Work(prompt_tokens, new_tokens)
+    flags = server_flags(device=device, dtype=dtype, tp=tp, threads=threads)
+    flags += server_flags(num_slots=concurrency, max_seq_len=prompt_tokens + new_tokens)
+    with ExitStack() as stack:
+        report = stack.enter_context(output.progress())
+        checkpoint = model_folder(model or "demo", report)
+        place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        addresses = {
+            WITHOUT: stack.enter_context(running_server(checkpoint, flags, report)),
+            WITH: stack.enter_context(
+                running_server(checkpoint, [*flags, "--journal", place], report)
+            ),
+        }
+        with Client(addresses[WITH]) as client:
+            info, server = client.model_info(timeout=60), client.server_info(timeout=60)
+        rounds = asyncio.run(_measure(addresses, work, info, concurrency, repeats, report))
+    result = {
+        "model": info.name,
+        "device": server.workers[0].device,
+        "concurrency": concurrency,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        **{name: rounds[name].summary() for name in addresses},
+        "cost_percent": asdict(_cost(rounds[WITHOUT].speeds, rounds[WITH].speeds)),
+    }
+    write_json_file(json_file, result)
+    if as_json:
+        output.json(result)
+    else:
+        _show(result, output)
+
+
+async def _measure(
+    addresses: dict[str, str],
+    work: Work,
+    model: ModelInfo,
+    concurrency: int,
+    repeats: int,
+    report: Report,
+) -> dict[str, _Rounds]:
+    """By turns, and each round in the other order, so that drift meets both alike."""
+    rounds = {name: _Rounds([]) for name in addresses}
+    for repeat in range(-1, repeats):
+        prompts = work.prompts(model, concurrency, seed=repeat + 2)
+        names = list(addresses) if repeat % 2 else list(reversed(addresses))
+        for name in names:
+            report(f"{name}, round {repeat + 1} of {repeats}", 0, 0)
+            async with AsyncClient(addresses[name]) as client:
+                run = await run_once(client, prompts, work.new_tokens)
+            # The first one warms up.
+            if repeat >= 0:
+                rounds[name].runs.append(run)
+    return rounds
+
+
+def _cost(without: Sequence[float], with_it: Sequence[float]) -> Spread:
+    """Percent of tokens/s, of the medians; the spread is that of pairs of neighbouring rounds."""
+    pairs = [100 * (1 - mine / other) for other, mine in zip(without, with_it, strict=True)]
+    median = 100 * (1 - statistics.median(with_it) / statistics.median(without))
+    return Spread(median, min(pairs), max(pairs))
+
+
+def _show(result: dict[str, Any], output: Output) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("", "tok/s", "spread", "TTFT ms", "TTFT p90 ms"):
+        table.add_column(title, justify="right" if title else "left")
+    for name in (WITHOUT, WITH):
+        row = result[name]
+        speed = Spread(**row["tokens_per_s"])
+        table.add_row(
+            name,
+            f"{speed.median:.1f}",
+            f"{speed.min:.1f} to {speed.max:.1f}",
+            f"{row['ttft_ms_p50']:.2f}",
+            f"{row['ttft_ms_p90']:.2f}",
+        )
+    cost = result["cost_percent"]
+    output.line(
+        f"{result['model']} on {result['device']}: {result['concurrency']} requests of "
+        f"{result['prompt_tokens']} + {result['new_tokens']} tokens, {result['repeats']} rounds"
+    )
+    output.table(table)
+    output.line(
+        f"The journal costs {cost['median']:.2f} % (single rounds {cost['min']:.2f} to "
+        f"{cost['max']:.2f} %)."
+    )
