@@ -123,10 +123,10 @@ class Chaos:
             with dial(self.service.address) as channel:
                 check_idle(rpc.InferenceStub(channel), self.num_slots)
         finally:
-            self.readers.stop()
+            self.readers.abandon()
+            self.relay.close()
             self.probes.stop()
             self.readiness.stop()
-            self.relay.close()
         self.check()
 
     def wait_token(self, after: float | None = None) -> float:
@@ -259,6 +259,7 @@ def cut_connections(chaos: Chaos) -> None:
 
 def delay_connections(chaos: Chaos) -> None:
     chaos.relay.delay(chaos.rng.uniform(0.02, 0.2))
+    time.sleep(0.5)
     chaos.wait_token()
     chaos.relay.delay(0)
 

@@ -177,7 +177,7 @@ def timed(condition: Callable[[], object]) -> float:
 
 
 def growth(memory: list[tuple[float, dict[int, int]]]) -> dict[str, str]:
-    """Of the processes that lived longest: resident MiB after a tenth of their life, and at last."""
+    """Of the processes that lived longest: resident MiB after a tenth of it, and at last."""
     lives: dict[int, list[int]] = {}
     for _, sizes in memory:
         for pid, size in sizes.items():

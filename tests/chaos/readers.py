@@ -103,6 +103,10 @@ class Progress:
             self.num_tokens += num_tokens
             self._changed.notify_all()
 
+    def wait_next(self, timeout_s: float) -> bool:
+        """Whether another token came within the timeout."""
+        return self.wait_after(time.monotonic(), timeout_s) is not None
+
     def wait_after(self, moment: float, timeout_s: float) -> float | None:
         """The time of a token that came after this moment; None: none came within the timeout."""
         with self._changed:
@@ -256,6 +260,7 @@ class Readers:
         self._wants = wants
         self._resend = resend
         self._stop = threading.Event()
+        self._is_abandoned = False
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(
@@ -269,6 +274,11 @@ class Readers:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+
+    def abandon(self) -> None:
+        """The requests of now are given up as soon as their connections break."""
+        self._is_abandoned = True
+        self._stop.set()
 
     def stop(self) -> None:
         """The requests of now are read to their ends."""
@@ -293,6 +303,8 @@ class Readers:
                     self.tally.num_ended += 1
                 return
             except grpc.RpcError as error:
+                if self._is_abandoned:
+                    return
                 reading.after(error)
                 with self._lock:
                     self.tally.broken[f"{error.code().name}: {error.details()}"[:160]] += 1

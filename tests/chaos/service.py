@@ -27,7 +27,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     # A server that comes back is dialled at once.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),
 ]
@@ -260,7 +259,8 @@ def _belongs(pid: int, socket_folder: Path) -> bool:
 def check_nothing_left(service: Service, timeout_s: float = 20) -> None:
     """No process, port or folder of sockets is left. What is ending is waited for."""
     _, left = psutil.wait_procs(list(_processes(service.living())), timeout_s)
-    assert not left, f"still there: {left}"
+    told = [(one.pid, one.ppid(), one.cmdline()[-6:], f"{one.create_time():.0f}") for one in left]
+    assert not left, f"still there: {told}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", service.port))
