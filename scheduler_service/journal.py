@@ -64,14 +64,11 @@ class _Answer:
     # Not yet handed to the thread.
     events: list[Event] = field(default_factory=list)
 
-    def is_next(self, event: TokenEvent | PromptLogprobsEvent) -> bool:
-        """Whether it begins where the last one ended."""
-        if isinstance(event, TokenEvent):
-            return event.first_index == self.num_tokens
-        return event.first_index == self.num_prompt_logprobs + 1
-
-    def news(self, event: TokenEvent | PromptLogprobsEvent) -> Event | None:
+    def take(self, event: Event) -> Event | None:
         """What is not known of it, which may be nothing; None when it leaves a gap."""
+        if isinstance(event, FinishedEvent):
+            self.is_ended = True
+            return event
         is_tokens = isinstance(event, TokenEvent)
         first_index = self.num_tokens if is_tokens else self.num_prompt_logprobs + 1
         num_known = first_index - event.first_index
@@ -79,19 +76,11 @@ class _Answer:
             return None
         logprobs = event.logprobs[num_known:]
         if isinstance(event, PromptLogprobsEvent):
+            self.num_prompt_logprobs += len(logprobs)
             return replace(event, first_index=first_index, logprobs=logprobs)
-        ids = event.token_ids[num_known:]
-        return replace(event, first_index=first_index, token_ids=ids, logprobs=logprobs)
-
-    def add(self, event: Event) -> None:
-        """The next one."""
-        if isinstance(event, TokenEvent):
-            self.num_tokens += len(event.token_ids)
-        elif isinstance(event, PromptLogprobsEvent):
-            self.num_prompt_logprobs += len(event.logprobs)
-        else:
-            self.is_ended = True
-        self.events.append(event)
+        token_ids = event.token_ids[num_known:]
+        self.num_tokens += len(token_ids)
+        return replace(event, first_index=first_index, token_ids=token_ids, logprobs=logprobs)
 
 
 @dataclass(slots=True)
@@ -226,17 +215,19 @@ class Journal:
         answer = call.answers[choice_index]
         if answer.is_ended:
             return
-        if not isinstance(event, FinishedEvent) and not answer.is_next(event):
-            news = answer.news(event)
+        if isinstance(event, TokenEvent) and event.first_index == answer.num_tokens:
+            # Nearly always, so as short as can be.
+            answer.num_tokens += len(event.token_ids)
+        else:
+            news = answer.take(event)
             if news is None:
                 _log.error("journal: request %r leaves it: a gap in its events", call_id)
                 self.forget(call_id)
                 return
             event = news
-        answer.add(event)
-        if call.row_id not in self._dirty:
-            self._dirty[call.row_id] = call
-        if isinstance(event, FinishedEvent):
+        answer.events.append(event)
+        self._dirty[call.row_id] = call
+        if answer.is_ended:
             # When this round of the loop is over: others may end in it too.
             self._flush_soon()
         elif self._flush_timer is None:

@@ -37,18 +37,21 @@ _log = logging.getLogger(__name__)
 _APPLICATION_ID = 0x736C776A
 VERSION = 1
 
-# ended_unix_ns: of the last of its answers. A piece's key is where it stands: tokens from 0,
-# prompt logprobs from 1, the end behind the last token.
+# ended_unix_ns: of the last of its answers. first_index is where a piece stands: tokens from 0,
+# prompt logprobs from 1, the end behind the last token. Pieces of all calls lie in the order in
+# which they came, so that a transaction writes few pages; a call's are from first_piece to
+# last_piece.
 _SCHEMA = (
     "CREATE TABLE setup (hash BLOB PRIMARY KEY, json TEXT NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE call (id INTEGER PRIMARY KEY, call_id TEXT NOT NULL, ended_unix_ns INTEGER, "
+    "CREATE TABLE call (id INTEGER PRIMARY KEY, first_piece INTEGER NOT NULL, "
+    "last_piece INTEGER, ended_unix_ns INTEGER, call_id TEXT NOT NULL, "
     "setup BLOB NOT NULL, client TEXT NOT NULL, request BLOB NOT NULL, "
     "prompt_token_ids BLOB NOT NULL, opens_reasoning INTEGER NOT NULL, "
     "seed INTEGER NOT NULL, num_answers INTEGER NOT NULL, "
     "accepted_unix_ns INTEGER NOT NULL, deadline_unix_ns INTEGER, checksum INTEGER NOT NULL)",
-    "CREATE TABLE piece (call INTEGER NOT NULL, choice INTEGER NOT NULL, kind INTEGER NOT NULL, "
-    "first_index INTEGER NOT NULL, data BLOB NOT NULL, logprobs BLOB, checksum INTEGER NOT NULL, "
-    "PRIMARY KEY (call, choice, kind, first_index)) WITHOUT ROWID",
+    "CREATE TABLE piece (id INTEGER PRIMARY KEY, call INTEGER NOT NULL, choice INTEGER NOT NULL, "
+    "kind INTEGER NOT NULL, first_index INTEGER NOT NULL, data BLOB NOT NULL, logprobs BLOB, "
+    "checksum INTEGER NOT NULL)",
     "CREATE INDEX call_by_call_id ON call (call_id)",
     "CREATE INDEX call_by_end ON call (ended_unix_ns) WHERE ended_unix_ns IS NOT NULL",
 )
@@ -56,16 +59,19 @@ _PROMPT_LOGPROBS, _TOKENS, _END = range(3)
 
 _PAGE_BYTES = 4096
 # A row that is longer has pages of its own.
-_SHORT_ROW_BYTES = 900
+_SHORT_ROW_BYTES = 4000
 _MAX_VALUE_BYTES = 256 << 20
 _MAX_ANSWERS = 1 << 16
 # Free pages below this are kept for what comes next; as many are given back at a time.
 _NUM_SPARE_PAGES = 256
 # A log of this size is copied into the file.
-_MAX_LOG_BYTES = 4 << 20
+_MAX_LOG_BYTES = 32 << 20
 _ROWS_PER_STATEMENT = 32
 _MAX_SET_ASIDE = 4
 _UINT64 = (1 << 64) - 1
+
+# What rows that make no sense come to.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error)
 
 _LOGPROB_HEAD = struct.Struct("<dII")
 
@@ -99,7 +105,7 @@ class Stored(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A row of the table of pieces; `logprobs` are those of the tokens."""
+    """A row of the table of pieces without its id; `logprobs` are those of the tokens."""
 
     row_id: int
     choice_index: int
@@ -189,18 +195,36 @@ class JournalFile:
         """The calls that go on or ended since then, in order of acceptance; and the row ids of
         those that make no sense, each reported."""
         setups = dict(self._db.execute("SELECT hash, json FROM setup"))
-        calls: list[Stored] = []
+        calls: dict[int, RecordedCall] = {}
         bad: list[int] = []
+
+        def leave_out(row_id: int, error: Exception) -> None:
+            call = calls.pop(row_id, None)
+            name = f"request {call.record.call_id!r}" if call else f"the request of row {row_id}"
+            _log.error("journal: %s is left out: %s", name, error)
+            bad.append(row_id)
+
         for row in self._db.execute(
             "SELECT * FROM call WHERE ended_unix_ns IS NULL OR ended_unix_ns >= ? ORDER BY id",
             (ended_since_unix_ns,),
         ):
             try:
-                calls.append(Stored(row[0], self._call_of(row, setups)))
-            except (ValueError, TypeError, LookupError, struct.error, ArithmeticError) as error:
-                _log.error("journal: request %.200r is left out: %s", row[1], error)
-                bad.append(row[0])
-        return calls, bad
+                record = _record_of(row, setups)
+                answers = [AnswerLog() for _ in range(record.num_answers)]
+                calls[row[0]] = RecordedCall(record, answers, row[3])
+            except _NONSENSE as error:
+                leave_out(row[0], error)
+        for _, *columns in self._db.execute("SELECT * FROM piece ORDER BY id"):
+            piece = Piece(*columns)
+            if piece.row_id in calls:
+                try:
+                    _add_piece(calls[piece.row_id], piece)
+                except _NONSENSE as error:
+                    leave_out(piece.row_id, error)
+        for row_id, call in list(calls.items()):
+            if (call.ended_unix_ns is None) == all(answer.end for answer in call.answers):
+                leave_out(row_id, ValueError("it has ended and has not"))
+        return [Stored(row_id, call) for row_id, call in calls.items()], bad
 
     def clean(self, bad: Sequence[int], now_unix_ns: int) -> None:
         """Drops calls by row id, and whatever belongs to none. Ends that lie ahead, by a clock that
@@ -214,9 +238,8 @@ class JournalFile:
             )
 
     def last_row_id(self) -> int:
-        """0 where there is none."""
-        (row_id,) = self._db.execute("SELECT max(id) FROM call").fetchone()
-        return int(row_id or 0)
+        """Of calls; 0 where there is none."""
+        return self._last("SELECT max(id) FROM call")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -235,29 +258,38 @@ class JournalFile:
         """ValueError or OverflowError when it cannot be written, whatever the disk does."""
         columns = _call_columns(record, self._setup_hash(record.setup))
         self._db.execute(
-            "INSERT OR REPLACE INTO call VALUES (?, ?, NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (row_id, *columns, _checksum(row_id, *columns)),
+            "INSERT OR REPLACE INTO call "
+            "VALUES (?, ?, NULL, NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (row_id, self._next_piece, *columns, _checksum(row_id, *columns)),
         )
 
     def add_pieces(self, pieces: Sequence[Piece]) -> None:
-        """A piece that is there already is replaced: after an error nobody knows."""
+        """A piece may be written twice: after an error nobody knows whether it was."""
         # Many rows a statement: each one gives the interpreter's lock away and waits for it again.
         for at in range(0, len(pieces), _ROWS_PER_STATEMENT):
             some = pieces[at : at + _ROWS_PER_STATEMENT]
-            places = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(some))
-            values = [value for piece in some for value in piece]
-            self._db.execute(f"INSERT OR REPLACE INTO piece VALUES {places}", values)
+            places = ", ".join(["(?, ?, ?, ?, ?, ?, ?, ?)"] * len(some))
+            values = [v for i, piece in enumerate(some, self._next_piece) for v in (i, *piece)]
+            self._db.execute(f"INSERT INTO piece VALUES {places}", values)
+            self._next_piece += len(some)
 
     def end_calls(self, row_ids: Sequence[int], now_unix_ns: int) -> None:
+        """No more pieces come of these."""
         for row_id in row_ids:
             self._db.execute(
-                "UPDATE call SET ended_unix_ns = ? WHERE id = ?", (now_unix_ns, row_id)
+                "UPDATE call SET ended_unix_ns = ?, last_piece = ? WHERE id = ?",
+                (now_unix_ns, self._next_piece, row_id),
             )
 
     def delete(self, row_ids: Sequence[int]) -> None:
         """Forgets calls."""
         for row_id in row_ids:
-            self._db.execute("DELETE FROM piece WHERE call = ?", (row_id,))
+            self._db.execute(
+                "DELETE FROM piece WHERE call = ?1 AND id >= "
+                "(SELECT first_piece FROM call WHERE id = ?1) AND id <= "
+                "(SELECT ifnull(last_piece, 1 << 62) FROM call WHERE id = ?1)",
+                (row_id,),
+            )
             self._db.execute("DELETE FROM call WHERE id = ?", (row_id,))
 
     def row_ids(self, call_id: str) -> list[int]:
@@ -303,6 +335,7 @@ class JournalFile:
             "PRAGMA wal_autocheckpoint = 0;"
             f"PRAGMA journal_size_limit = {self._max_log_bytes};"
         )
+        self._next_piece = 1
         known = self._db.execute("SELECT sql FROM sqlite_schema WHERE sql NOT NULL").fetchall()
         if not known:
             self._create()
@@ -315,6 +348,8 @@ class JournalFile:
         if sorted(sql for (sql,) in known) != sorted(_SCHEMA):
             raise DamagedError("its tables are not those of a journal")
         self._db.execute("PRAGMA journal_mode = WAL").fetchall()
+        for column in ("max(id) FROM piece", "max(first_piece) FROM call"):
+            self._next_piece = max(self._next_piece, 1 + self._last(f"SELECT {column}"))
 
     def _create(self) -> None:
         # The first takes effect with the second where a page was written already.
@@ -331,6 +366,10 @@ class JournalFile:
     def _pragma(self, name: str) -> int:
         (value,) = self._db.execute(f"PRAGMA {name}").fetchone()
         return int(value)
+
+    def _last(self, query: str) -> int:
+        (value,) = self._db.execute(query).fetchone()
+        return int(value or 0)
 
     def _num_free_pages(self) -> int:
         return self._pragma("freelist_count")
@@ -350,21 +389,6 @@ class JournalFile:
             self._db.execute("INSERT OR IGNORE INTO setup VALUES (?, ?)", (digest, text))
             self._setups[setup] = digest
         return self._setups[setup]
-
-    def _call_of(self, row: Sequence[Any], setups: dict[bytes, str]) -> RecordedCall:
-        row_id, ended_unix_ns = row[0], row[2]
-        record = _record_of(row, setups)
-        answers = [AnswerLog() for _ in range(record.num_answers)]
-        for columns in self._db.execute("SELECT * FROM piece WHERE call = ?", (row_id,)):
-            piece = Piece(*columns)
-            if piece.checksum != _checksum(*piece[:-1]):
-                raise ValueError("a piece of it has a wrong checksum")
-            if not 0 <= piece.choice_index < len(answers):
-                raise ValueError(f"it has no answer {piece.choice_index}")
-            _add_piece(answers[piece.choice_index], piece, record)
-        if (ended_unix_ns is None) == all(answer.end for answer in answers):
-            raise ValueError("it has ended and has not")
-        return RecordedCall(record, answers, ended_unix_ns)
 
 
 def set_aside(path: Path, suffix: str) -> Path:
@@ -449,7 +473,7 @@ def _call_columns(record: CallRecord, setup_hash: bytes) -> tuple[Any, ...]:
 
 
 def _record_of(row: Sequence[Any], setups: dict[bytes, str]) -> CallRecord:
-    row_id, call_id, _, setup_hash, client, request, prompt, *numbers, checksum = row
+    row_id, _, _, _, call_id, setup_hash, client, request, prompt, *numbers, checksum = row
     opens_reasoning, seed, num_answers, accepted_unix_ns, deadline_unix_ns = numbers
     if checksum != _checksum(row_id, call_id, setup_hash, client, request, prompt, *numbers):
         raise ValueError("it has a wrong checksum")
@@ -472,8 +496,13 @@ def _record_of(row: Sequence[Any], setups: dict[bytes, str]) -> CallRecord:
     )
 
 
-def _add_piece(answer: AnswerLog, piece: Piece, record: CallRecord) -> None:
-    """Pieces come in the order of their keys: prompt logprobs, tokens, the end."""
+def _add_piece(call: RecordedCall, piece: Piece) -> None:
+    """Pieces come as they were told: prompt logprobs, tokens, the end."""
+    if piece.checksum != _checksum(*piece[:-1]):
+        raise ValueError("a piece of it has a wrong checksum")
+    if not 0 <= piece.choice_index < len(call.answers):
+        raise ValueError(f"it has no answer {piece.choice_index}")
+    record, answer = call.record, call.answers[piece.choice_index]
     request_id = choice_id(record.call_id, piece.choice_index)
     if piece.kind == _PROMPT_LOGPROBS:
         if not 1 <= piece.first_index <= len(answer.prompt_logprobs) + 1:
@@ -493,7 +522,7 @@ def _add_piece(answer: AnswerLog, piece: Piece, record: CallRecord) -> None:
     elif piece.kind == _END:
         values = json.loads(piece.data)
         known = len(answer.token_ids), len(answer.prompt_logprobs)
-        if answer.end or known != (piece.first_index, values["num_prompt_logprobs"]):
+        if known != (piece.first_index, values["num_prompt_logprobs"]):
             raise ValueError("tokens are missing at its end")
         event = values["event"]
         reason = FinishReason(event.pop("reason"))

@@ -40,6 +40,10 @@ def open_journal(folder: Path, max_bytes: int) -> Journal:
     return journal
 
 
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
 def thread_s(journal: Journal) -> float:
     """CPU time of the thread that writes."""
     ident = journal._writer._thread.ident
@@ -75,8 +79,8 @@ async def steps(folder: Path, seconds: float, num_logprobs: int | None) -> None:
     idle_loop = (time.thread_time() - begin_loop_s) / (time.monotonic() - begin_s)
     rate = num_steps * NUM_CALLS / took_s
     print(
-        f"{rate:.0f} tokens/s, logprobs {num_logprobs}: add {statistics.median(add_s) * 1e6:.2f} us "
-        f"a token; of a core: thread {100 * writer:.2f} %, loop {100 * (loop - idle_loop):.2f} %"
+        f"{rate:.0f} tokens/s, logprobs {num_logprobs}: add {statistics.median(add_s) * 1e6:.2f} "
+        f"us a token; of a core: thread {100 * writer:.2f} %, loop {100 * (loop - idle_loop):.2f} %"
     )
     journal.close()
 
@@ -111,7 +115,7 @@ async def short_calls(folder: Path, num_calls: int, max_bytes: int) -> None:
             journal.add(name, 0, TokenEvent(name, 0, tuple(range(30))))
             journal.add(name, 0, ended(name, 30))
         await asyncio.sleep(0)
-        largest = max(largest, sum(path.stat().st_size for path in folder.iterdir()))
+        largest = max(largest, size_of(folder))
     took_s = time.monotonic() - begin_s
     writer_s = thread_s(journal) - begin_writer_s
     journal.close()
@@ -136,7 +140,7 @@ def main() -> None:
         for num_logprobs in (None, 0, 20):
             asyncio.run(steps(Path(folder) / f"steps-{num_logprobs}", given.seconds, num_logprobs))
         asyncio.run(acceptances(Path(folder) / "accept"))
-        asyncio.run(short_calls(Path(folder) / "short", given.calls, 64 * MIB))
+        asyncio.run(short_calls(Path(folder) / "short", given.calls, 128 * MIB))
 
 
 if __name__ == "__main__":

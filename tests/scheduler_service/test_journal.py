@@ -617,14 +617,12 @@ async def test_a_call_that_makes_no_sense_is_left_out(tmp_path, written, change,
 def rewritten(folder, change):
     """A journal with its second call's first piece, as change makes it, with a right checksum."""
     with contextlib.closing(sqlite3.connect(folder / "journal.db")) as database:
-        row = database.execute("SELECT * FROM piece WHERE call = 2 LIMIT 1").fetchone()
+        row_id, *row = database.execute("SELECT * FROM piece WHERE call = 2 LIMIT 1").fetchone()
         piece = journal_file.Piece(*row)
-        database.execute(
-            "DELETE FROM piece WHERE call = 2 AND first_index = ?", (piece.first_index,)
-        )
         other = change(piece)
         other = other._replace(checksum=journal_file._checksum(*other[:-1]))
-        database.execute("INSERT INTO piece VALUES (?, ?, ?, ?, ?, ?, ?)", other)
+        places = ", ".join("?" * 8)
+        database.execute(f"INSERT OR REPLACE INTO piece VALUES ({places})", (row_id, *other))
         database.commit()
 
 
@@ -786,6 +784,37 @@ async def test_a_new_one_on_a_full_disk(tmp_path, monkeypatch):
     assert await journal.accept(record("b"))
     journal.close()
     assert set(recorded(tmp_path)) == {"b"}
+
+
+async def test_a_commit_that_seemed_to_fail(tmp_path, monkeypatch):
+    """It is tried again: what was told is there twice, and read once."""
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.01)
+    real = journal_file.JournalFile.transaction
+
+    @contextlib.contextmanager
+    def transaction(self):
+        with real(self):
+            yield
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with journal_of(tmp_path) as journal:
+        assert await journal.accept(record())
+        with monkeypatch.context() as patched:
+            patched.setattr(journal_file.JournalFile, "transaction", transaction)
+            refused = journal.accept(record("b"))
+            journal.add("a", 0, PromptLogprobsEvent("a", 1, (TokenLogprobs(-1.0, 1, (), ()),)))
+            journal.add("a", 0, tokens(0, 1, 2))
+            journal.add("a", 0, end(num_tokens=2))
+            assert not await refused
+            await is_state(journal, JournalState.FAILING)
+        await is_state(journal, JournalState.ON)
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        (num_pieces,) = database.execute("SELECT count(*) FROM piece").fetchone()
+    assert num_pieces == 6
+    calls = recorded(tmp_path)
+    assert set(calls) == {"a"}
+    assert list(calls["a"].answers[0].token_ids) == [1, 2]
+    assert len(calls["a"].answers[0].prompt_logprobs) == 1
 
 
 @pytest.fixture
