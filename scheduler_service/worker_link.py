@@ -18,7 +18,19 @@ from .errors import GroupError, SetupError, WorkerLostError
 from .step import StepResult
 from .worker_messages import Response, read_response
 
+# Statuses of a rank that has lost its peers, met another stream or been told nonsense.
+_CAN_GO_ON = {
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.INVALID_ARGUMENT,
+}
+# Of a call that nobody answered.
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
 Deliver = Callable[[int, StepResult | GroupError], None]
+# In gRPC's words for a connection that failed: TLS did it, not a worker that is not there yet.
+_NO_TRUST = ("handshake failed", "verification check failed")
+_CLOSED = ("socket closed", "secure read failed", "connection reset")
 Credentials = Callable[[], grpc.ChannelCredentials]
 
 
@@ -37,6 +49,17 @@ def _channel_options(address: str) -> list[tuple[str, int]]:
         options += [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
         options.append(("grpc.http2.ping_timeout_ms", 5_000))
     return options
+
+
+async def answers(address: str, timeout_s: float) -> bool:
+    """Whether the worker at a Unix socket answers a question of its health, whatever it says."""
+    async with grpc.aio.insecure_channel(address, options=_channel_options(address)) as channel:
+        call = channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            await call(b"", timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in _NO_ANSWER
+    return True
 
 
 class WorkerLink:
@@ -123,9 +146,14 @@ class WorkerLink:
         try:
             await call(b"", wait_for_ready=False)
         except grpc.aio.AioRpcError as error:
-            details = error.details() or ""
-            if "handshake" in details.lower():
+            details = (error.details() or "").lower()
+            if any(words in details for words in _NO_TRUST):
                 raise self._error_of_status(error) from error
+            if any(words in details for words in _CLOSED):
+                raise self._lost(
+                    f"{self.address} closes the connection: it may want a certificate that "
+                    "its tls-client-ca has signed"
+                ) from error
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         # A stream that broke raises on write; the reader learns of it too, and tells why.
@@ -174,7 +202,7 @@ class WorkerLink:
     def _error_of_status(self, error: grpc.aio.AioRpcError) -> GroupError:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             return SetupError(f"worker {self.rank}: {error.details()}")
-        return self._lost(f"{error.code().name}: {error.details()}")
+        return self._lost(f"{error.code().name}: {error.details()}", error.code() in _CAN_GO_ON)
 
-    def _lost(self, reason: str) -> WorkerLostError:
-        return WorkerLostError(self.rank, reason)
+    def _lost(self, reason: str, can_go_on: bool = False) -> WorkerLostError:
+        return WorkerLostError(self.rank, reason, can_go_on)

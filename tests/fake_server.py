@@ -55,6 +55,8 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.configured = configured
+        # Of TLS; None: plain.
+        self.credentials: grpc.ServerCredentials | None = None
         self.refuse: tuple[grpc.StatusCode, str] | None = None
         self.wrong_digest = self.wrong_epoch = self.abort_step = False
         self.load_gate = asyncio.Event()
@@ -78,7 +80,10 @@ class FakeWorkerServer(pb_grpc.WorkerServicer):
             ]
         )
         pb_grpc.add_WorkerServicer_to_server(self, self._server)
-        self._server.add_insecure_port(self.address)
+        if self.credentials is None:
+            self._server.add_insecure_port(self.address)
+        else:
+            self._server.add_secure_port(self.address, self.credentials)
         await self._server.start()
 
     async def die(self) -> None:
