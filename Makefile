@@ -23,7 +23,7 @@ CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name 
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
-.PHONY: clean
+.PHONY: clean fuzz
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -32,6 +32,7 @@ help:
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
 	@echo "make docs-api   write the reference in docs/api.md again from the proto"
+	@echo "make fuzz    a million broken calls and ten thousand broken model folders (an hour)"
 	@echo "make bench   measure, beside transformers              make clean   remove what was built"
 	@echo "with an NVIDIA GPU and nvcc:"
 	@echo "make test-gpu    build with CUDA, run the tests that need a GPU"
@@ -43,6 +44,9 @@ demo: $(BUILT)
 
 test: $(TOOLS)
 	$(BIN)/pytest $(ARGS) $(TESTS)
+
+fuzz: $(TOOLS)
+	GRPC_VERBOSITY=ERROR PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 build protos: $(TORCH)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'

@@ -150,8 +150,8 @@ class Engine:
         """A stop string was found: ends one answer with STOP and num_tokens generated tokens.
 
         False when it had ended by itself (its id may be another's by now): its FinishedEvent is in
-        the stream. Else the stream's
-        next FinishedEvent is this one; TokenEvents still in the stream before it are to be dropped.
+        the stream. Else the stream's next FinishedEvent is this one; TokenEvents still in the
+        stream before it are to be dropped.
         """
         if request not in self._streams:
             return False

@@ -24,6 +24,8 @@ T = TypeVar("T", int, float)
 MAX_TOP_K = (1 << 31) - 1
 # The longest known has 20 KB.
 MAX_TEMPLATE_BYTES = 1 << 20
+# The largest known is 262,144; lists of all ids are made.
+MAX_VOCAB_SIZE = 1 << 21
 
 SPECIAL_TOKEN_KEYS = (
     "bos_token",
@@ -109,8 +111,8 @@ def read_model_info(
     model_type, vocab_size = config.string("model_type"), config.integer("vocab_size", 1)
     if model_type is None:
         raise config.wrong("model_type", "a string")
-    if vocab_size is None:
-        raise config.wrong("vocab_size", "an integer of at least 1")
+    if vocab_size is None or vocab_size > MAX_VOCAB_SIZE:
+        raise config.wrong("vocab_size", f"an integer from 1 to {MAX_VOCAB_SIZE:,}")
     sampling, unapplied = _sampling_defaults(generation)
     return ModelInfo(
         name=served_name or folder.resolve().name,
