@@ -122,11 +122,13 @@ class GroupError(Exception):
 
 
 class WorkerLostError(GroupError):
-    """A rank is gone, silent, or cannot be reached."""
+    """A rank is gone, silent, or cannot be reached; or its stream ended though it can go on, with
+    its weights, in a new group."""
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, can_go_on: bool = False) -> None:
         super().__init__(f"worker {rank}: {reason}")
         self.rank = rank
+        self.can_go_on = can_go_on
 
 
 class DigestMismatchError(GroupError):

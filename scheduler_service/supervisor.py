@@ -8,20 +8,27 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from .errors import GroupError, SetupError
+from .errors import GroupError, SetupError, WorkerLostError
 
 _log = logging.getLogger(__name__)
 _worker_log = logging.getLogger("slotwise.worker")
 
 _MAX_LINE_BYTES = 1024 * 1024
 _NUM_LAST_LINES = 20
-_TERM_GRACE_S = 3.0
+_END_GRACE_S = 3.0
+# As `python -m worker --exit-with-parent` takes it. SIGTERM and SIGINT may be sent to all processes
+# of a service at once, and we drain first.
+_END_SIGNAL = signal.SIGUSR1
+# Of a worker that cannot free itself: another process can.
+_EXIT_STUCK = 75
 # For the workers, unless set. Programs with NVLink multicast have put all GPUs of a host out of
 # service for a day; the sums between ranks do without.
 _WORKER_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -70,8 +77,12 @@ class _WorkerProcess:
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._output = asyncio.create_task(self._forward_output(), name=f"worker {rank} output")
 
-    async def wait(self) -> WorkerExitError:
-        """Waits until the process has ended."""
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def wait(self) -> GroupError:
+        """Waits until the process has ended. WorkerExitError: another would end likewise."""
         code = await self._process.wait()
         await self._output
         lines = list(self._last_lines)
@@ -80,15 +91,17 @@ class _WorkerProcess:
             words = "\n".join(lines[refusal:]).removeprefix(_REFUSAL)
             return WorkerExitError(f"worker {self.rank}: {words}")
         words = "\n".join(lines) or "it said nothing"
+        if code < 0 or code == _EXIT_STUCK:
+            return WorkerLostError(self.rank, f"ended with exit code {code}: {words}")
         return WorkerExitError(f"worker {self.rank} ended with exit code {code}: {words}")
 
-    async def end(self, term_grace_s: float) -> None:
-        """Ends the process: SIGTERM and term_grace_s to react (0: none), then SIGKILL."""
+    async def end(self, grace_s: float) -> None:
+        """Ends the process: _END_SIGNAL and grace_s to react (0: none), then SIGKILL."""
         self._is_ending = True
         with contextlib.suppress(ProcessLookupError, TimeoutError):
-            if term_grace_s and self._process.returncode is None:
-                self._process.terminate()
-                async with asyncio.timeout(term_grace_s):
+            if grace_s and self._process.returncode is None:
+                self._process.send_signal(_END_SIGNAL)
+                async with asyncio.timeout(grace_s):
                     await self._process.wait()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -126,34 +139,41 @@ class Supervisor:
         self._world_size = world_size
         self._command = command
         self._folder: Path | None = None
-        self._processes: list[_WorkerProcess] = []
+        # By rank.
+        self._processes: dict[int, _WorkerProcess] = {}
 
-    async def spawn(self) -> tuple[str, ...]:
-        """Kills what runs and starts every rank anew; returns the addresses, in rank order.
+    def listening(self) -> dict[int, str]:
+        """Addresses of the processes that live and have begun to listen, by rank."""
+        return {
+            rank: f"unix:{self._socket(rank)}"
+            for rank, process in self._processes.items()
+            if not process.has_ended and self._socket(rank).exists()
+        }
+
+    async def spawn(self, lost: Mapping[int, str] = MappingProxyType({})) -> tuple[str, ...]:
+        """Starts the ranks that do not run, and those of `lost`, with the reason, anew; the others
+        go on. Returns the addresses, in rank order.
 
         It does not wait until they listen: `wait_exit` tells of one that never will. GroupError
         when the system refuses a process or a folder.
         """
-        await self._end_all(term_grace_s=0)
+        had_some = bool(self._processes)
+        for rank in set(lost) & set(self._processes):
+            _log.warning("worker %d is started anew: %s", rank, lost[rank])
+        await self._end([rank for rank, one in self._processes.items() if one.has_ended] + [*lost])
         try:
-            return await self._spawn_all()
+            for rank in range(self._world_size):
+                if rank not in self._processes:
+                    await self._spawn_rank(rank)
+                elif had_some:
+                    _log.info("worker %d goes on and keeps its weights", rank)
         except OSError as error:
             raise GroupError(f"cannot start a worker process: {error}") from error
+        return tuple(f"unix:{self._socket(rank)}" for rank in range(self._world_size))
 
-    async def _spawn_all(self) -> tuple[str, ...]:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="slotwise-"))
-        addresses = []
-        for rank in range(self._world_size):
-            path = self._folder / f"worker-{rank}.sock"
-            path.unlink(missing_ok=True)
-            addresses.append(f"unix:{path}")
-            await self._spawn_rank(rank, addresses[-1])
-        return tuple(addresses)
-
-    async def wait_exit(self) -> WorkerExitError:
-        """Waits until any rank has ended by itself."""
-        waits = [asyncio.create_task(process.wait()) for process in self._processes]
+    async def wait_exit(self) -> GroupError:
+        """Waits until any rank has ended by itself; as _WorkerProcess.wait."""
+        waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -164,12 +184,15 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Ends every process, politely at first, and removes the sockets' folder."""
-        await self._end_all(_TERM_GRACE_S)
+        await self._end(list(self._processes), _END_GRACE_S)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    async def _spawn_rank(self, rank: int, address: str) -> None:
+    async def _spawn_rank(self, rank: int) -> None:
+        path = self._socket(rank)
+        path.unlink(missing_ok=True)
+        address = f"unix:{path}"
         process = await asyncio.create_subprocess_exec(
             *self._command(rank, address),
             stdin=asyncio.subprocess.DEVNULL,
@@ -181,8 +204,14 @@ class Supervisor:
             start_new_session=True,
         )
         _log.info("worker %d: started as process %d, listens at %s", rank, process.pid, address)
-        self._processes.append(_WorkerProcess(rank, process))
+        self._processes[rank] = _WorkerProcess(rank, process)
 
-    async def _end_all(self, term_grace_s: float) -> None:
-        processes, self._processes = self._processes, []
-        await asyncio.gather(*(process.end(term_grace_s) for process in processes))
+    def _socket(self, rank: int) -> Path:
+        if self._folder is None:
+            # Nobody else may enter.
+            self._folder = Path(tempfile.mkdtemp(prefix="slotwise-"))
+        return self._folder / f"worker-{rank}.sock"
+
+    async def _end(self, ranks: Sequence[int], grace_s: float = 0) -> None:
+        ended = [self._processes.pop(rank) for rank in set(ranks) & set(self._processes)]
+        await asyncio.gather(*(process.end(grace_s) for process in ended))

@@ -14,6 +14,7 @@ from .slots import WARM_UP_GENERATION
 from .step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
 from .supervisor import Supervisor, worker_command
 from .tls import worker_credentials
+from .worker_link import answers
 from .worker_pool import WorkerPool
 
 NUM_WARM_UP_STEPS = 2
@@ -22,10 +23,14 @@ _log = logging.getLogger(__name__)
 
 # A stream breaks a moment before its process is known to have ended; the process says more.
 _EXIT_REPORT_S = 1.0
+# For a process to say that it lives; its event loop has nothing else to do.
+_ANSWER_S = 2.0
 # Between tries to bring the group up.
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _MAX_FIRST_TRIES = 3
+# Tries with the processes that are left; the next ones have new ones.
+_NUM_TRIES_WITH_SURVIVORS = 2
 
 T = TypeVar("T")
 
@@ -76,15 +81,20 @@ class WorkerGroup:
         """Whether the workers are our own processes."""
         return self._supervisor is not None
 
-    async def start(self, epoch: int) -> EngineInfo:
+    async def start(self, epoch: int, afresh: bool = False) -> EngineInfo:
         """Ends what runs, and brings the group up as far as a real step on all ranks.
 
-        GroupError when it fails; SetupError when another try would not mend it.
+        Processes of ours that can go on do, with their weights; not if `afresh`. GroupError when it
+        fails; SetupError when another try would not mend it.
         """
+        lost = {} if self._pool is None else self._pool.ranks_at_fault()
         await self._close_pool()
         addresses = self._config.worker_addresses
         if self._supervisor is not None:
-            addresses = await self._supervisor.spawn()
+            if afresh:
+                lost = dict.fromkeys(range(self._config.world_size), "earlier tries failed")
+            lost |= await self._silent_ranks(self._supervisor, lost)
+            addresses = await self._supervisor.spawn(lost)
         self._pool = WorkerPool(self._config, addresses, epoch, self._credentials)
         return await self._unless_worker_exits(self._configure_and_warm_up(self._pool, epoch))
 
@@ -113,10 +123,21 @@ class WorkerGroup:
                 async with asyncio.timeout(self._config.worker_timeout_s):
                     await pool.receive()
             except TimeoutError:
-                raise WorkerLostError(
+                error = WorkerLostError(
                     0, f"no result of the warm-up step for {self._config.worker_timeout_s:g} s"
-                ) from None
+                )
+                pool.fail(error)
+                raise error from None
         return info
+
+    async def _silent_ranks(self, supervisor: Supervisor, lost: dict[int, str]) -> dict[int, str]:
+        """Processes that listen and do not answer: stopped or wedged ones, and why they must go."""
+        asked = {
+            rank: address for rank, address in supervisor.listening().items() if rank not in lost
+        }
+        found = await asyncio.gather(*(answers(address, _ANSWER_S) for address in asked.values()))
+        why = f"it does not answer within {_ANSWER_S:g} s"
+        return {rank: why for rank, is_heard in zip(asked, found, strict=True) if not is_heard}
 
     async def _unless_worker_exits(self, work: Coroutine[Any, Any, T]) -> T:
         """The work's result; WorkerExitError, with its words, when a process of ours ends."""
@@ -164,7 +185,7 @@ class GroupStarter:
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                return await self._try()
+                return await self._try(num_tries)
             except SetupError as error:
                 raise EngineFailedError(str(error)) from error
             except GroupError as error:
@@ -177,18 +198,21 @@ class GroupStarter:
 
     async def restart(self) -> EngineInfo:
         """Tries until the group is up again, with the same geometry and weights."""
+        num_tries = 0
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                return await self._try()
+                return await self._try(num_tries)
             except GroupError as error:
+                num_tries += 1
                 _log.warning("the workers are not back yet: %s", error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
-    async def _try(self) -> EngineInfo:
+    async def _try(self, num_earlier: int) -> EngineInfo:
         self.epoch += 1
-        info = await self._group.start(self.epoch)
+        afresh = num_earlier >= _NUM_TRIES_WITH_SURVIVORS
+        info = await self._group.start(self.epoch, afresh)
         if self.info is not None and info.geometry != self.info.geometry:
             raise SetupError(
                 f"the workers came back as {info.geometry}, they were {self.info.geometry}; "

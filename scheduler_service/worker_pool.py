@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -17,6 +18,8 @@ from .worker_messages import configure_message, step_message
 
 _log = logging.getLogger(__name__)
 
+# A rank may tell that it lost a peer before the peer's stream is seen to be broken.
+_CAUSE_S = 0.2
 _LOCAL_HOSTS = ("localhost", "127.", "[::1]")
 
 
@@ -73,6 +76,11 @@ class StepAgreement:
     def __init__(self, world_size: int, epoch: int) -> None:
         self._epoch = epoch
         self._results: list[deque[StepResult]] = [deque() for _ in range(world_size)]
+
+    def silent_ranks(self) -> set[int]:
+        """Those that others wait for; empty when all are waited for."""
+        silent = {rank for rank, results in enumerate(self._results) if not results}
+        return silent if len(silent) < len(self._results) else set()
 
     def add(self, rank: int, result: StepResult) -> StepResult | None:
         """Takes a rank's result; returns rank 0's of the oldest step once it is complete.
@@ -154,6 +162,9 @@ class WorkerPool:
         self._arrived: asyncio.Queue[tuple[int, StepResult | GroupError]] = asyncio.Queue()
         self._agreement = StepAgreement(len(addresses), epoch)
         self._error: GroupError | None = None
+        # By rank; a lost one takes others with it.
+        self._errors: dict[int, GroupError] = {}
+        self._is_silent = False
         # Known once the ranks are configured.
         self._vocab_size = 0
         self._links = [
@@ -183,7 +194,10 @@ class WorkerPool:
         finally:
             for start in starts:
                 start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            ends = await asyncio.gather(*starts, return_exceptions=True)
+            for rank, end in enumerate(ends):
+                if isinstance(end, GroupError):
+                    self._errors[rank] = end
         info = agree_on_setup(self._config, self._epoch, configured)
         self._vocab_size = info.geometry.vocab_size
         return info
@@ -205,7 +219,7 @@ class WorkerPool:
             rank, arrived = await self._arrived.get()
             try:
                 if isinstance(arrived, GroupError):
-                    raise arrived
+                    raise await self._cause(arrived)
                 result = self._agreement.add(rank, arrived)
                 if result is not None:
                     check_tokens(result, self._vocab_size)
@@ -216,12 +230,41 @@ class WorkerPool:
                 return result
 
     def fail(self, error: GroupError) -> None:
-        """Makes `receive` raise this error: someone else found the group to be lost."""
+        """Makes `receive` raise this error: someone else found the group to be lost.
+
+        A WorkerLostError tells of silence, whichever rank it names.
+        """
+        self._is_silent = isinstance(error, WorkerLostError)
         self._arrived.put_nowait((0, error))
+
+    def ranks_at_fault(self) -> dict[int, str]:
+        """Ranks that cannot go on, as far as the streams tell, and why."""
+        if isinstance(self._error, DigestMismatchError):
+            return dict.fromkeys(range(len(self._links)), str(self._error))
+        if self._is_silent:
+            return dict.fromkeys(self._agreement.silent_ranks(), "the others' results are there")
+        errors = [*self._errors.values(), self._error]
+        return {
+            error.rank: str(error)
+            for error in errors
+            if isinstance(error, WorkerLostError) and not error.can_go_on
+        }
 
     async def close(self) -> None:
         """Ends all streams."""
         await asyncio.gather(*(link.close() for link in self._links))
 
+    async def _cause(self, error: GroupError) -> GroupError:
+        """The error of the rank at fault, if it comes soon after that of one that lost it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CAUSE_S):
+                while isinstance(error, WorkerLostError) and error.can_go_on:
+                    _, arrived = await self._arrived.get()
+                    if isinstance(arrived, GroupError):
+                        error = arrived
+        return error
+
     def _deliver(self, rank: int, arrived: StepResult | GroupError) -> None:
+        if isinstance(arrived, GroupError):
+            self._errors[rank] = arrived
         self._arrived.put_nowait((rank, arrived))

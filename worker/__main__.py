@@ -17,11 +17,17 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+if __name__ == "__main__" and "--exit-with-parent" in sys.argv:
+    # From now on, for the imports take seconds: who ends all processes of a service at once means
+    # the parent, which drains first, and then ends this one.
+    for _number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(_number, signal.SIG_IGN)
+
 import torch
 import uvloop
 
 from worker import bench, bench_kernels, device
-from worker.config import TlsFiles, WorkerConfig
+from worker.config import GRACE_S, TlsFiles, WorkerConfig
 from worker.errors import WorkerError
 from worker.rank import Rank
 from worker.server import start_server
@@ -64,7 +70,15 @@ def _parse(arguments: list[str]) -> WorkerConfig:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (by rank) or cuda:N")
     parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when the parent process ends"
+        "--exit-with-parent",
+        action="store_true",
+        help="end when the parent process ends, or by SIGUSR1; SIGTERM and SIGINT do nothing",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_S,
+        help="seconds that the scheduler gets after SIGTERM to end its stream",
     )
     parser.add_argument("--tls-cert", type=Path, help="certificate chain of a TCP port, in PEM")
     parser.add_argument("--tls-key", type=Path, help="its key, in PEM")
@@ -78,6 +92,7 @@ def _parse(arguments: list[str]) -> WorkerConfig:
         num_threads=parsed.threads,
         device=parsed.device,
         exit_with_parent=parsed.exit_with_parent,
+        grace_s=parsed.grace,
         tls=_tls_files(parsed),
     )
 
@@ -91,11 +106,8 @@ def _tls_files(parsed: argparse.Namespace) -> TlsFiles | None:
 
 
 async def _serve(config: WorkerConfig) -> None:
-    """Serves until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    """Serves until a signal, and then for the grace while a stream is open."""
+    stop = _stop_signal(config.exit_with_parent)
     rank = Rank(config.model_dir, config.num_threads, config.device)
     server, servicer, address = await start_server(config.listen, rank, _exit_stuck, tls=config.tls)
     _LOG.info("listening on %s", address)
@@ -106,8 +118,31 @@ async def _serve(config: WorkerConfig) -> None:
             address,
         )
     await stop.wait()
+    if not config.exit_with_parent:
+        try:
+            async with asyncio.timeout(config.grace_s):
+                await servicer.drain()
+        except TimeoutError:
+            _LOG.warning("the stream has outlived the grace of %g s", config.grace_s)
     await server.stop(grace=0)
     await servicer.close()
+
+
+def _stop_signal(exit_with_parent: bool) -> asyncio.Event:
+    """Set by the first signal to end; the second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            _LOG.warning("told to end twice: exiting at once")
+            logging.shutdown()
+            os._exit(0)
+        stop.set()
+
+    numbers = (signal.SIGUSR1,) if exit_with_parent else (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
 
 
 def _exit_stuck(message: str) -> None:

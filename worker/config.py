@@ -23,8 +23,10 @@ GRPC_OPTIONS = (
 )
 # How long a rank waits for its peers: to come, and to load. One that dies is noticed at once.
 GROUP_TIMEOUT_S = 300.0
-# How long a step may still run after its stream has ended.
-RELEASE_TIMEOUT_S = 10.0
+# How long a step may still run after its stream has ended: up to the next sum between the ranks.
+RELEASE_TIMEOUT_S = 5.0
+# For the scheduler to end its stream after SIGTERM: more than it gives its requests by itself.
+GRACE_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class WorkerConfig:
     num_threads: int
     device: str = "auto"
     exit_with_parent: bool = False
+    grace_s: float = GRACE_S
     # None: plain TCP. A Unix socket has none.
     tls: TlsFiles | None = None
 
@@ -55,6 +58,8 @@ class WorkerConfig:
             )
         if self.num_threads < 1:
             raise ValueError(f"--threads must be at least 1, not {self.num_threads}")
+        if not self.grace_s >= 0:
+            raise ValueError(f"--grace must be at least 0, not {self.grace_s:g}")
         check_listen(self.listen)
         if self.tls and self.listen.startswith("unix:"):
             raise ValueError(f"--tls-cert is given and --listen is {self.listen}; it needs no TLS")

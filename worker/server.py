@@ -7,6 +7,7 @@ moves messages, so health answers at once whatever the load. Protobuf types stay
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -42,6 +43,8 @@ from worker.tls import server_credentials
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 0.25
+# How long a new stream waits for the last one's end: they come by connections of their own.
+_LAST_END_S = 1.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _PREFIX_REUSE = {
     PrefixReuse.NONE: worker_pb2.PREFIX_REUSE_NONE,
@@ -70,18 +73,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._on_stuck = on_stuck
         self._release_timeout_s = release_timeout_s
         self._pipeline = Pipeline()
-        self._serving = False
+        # No stream is open.
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
         self._releasing: asyncio.Task[None] | None = None
 
     async def Run(  # noqa: N802 (the name in worker.proto)
         self, _requests: object, context: grpc.aio.ServicerContext
     ) -> None:
         """See worker.proto."""
-        if self._serving:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_END_S):
+                await self._idle.wait()
+        if self._is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+        if not self._idle.is_set():
             await context.abort(
                 grpc.StatusCode.ALREADY_EXISTS, "another stream is open; a worker serves one"
             )
-        self._serving = True
+        self._idle.clear()
         ended = threading.Event()
         name: str | None = None
         info: RankInfo | None = None
@@ -111,11 +122,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             ended.set()
-            self._serving = False
             self._releasing = asyncio.create_task(self._release(name))
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Takes no new stream and waits for the end of the one that is open."""
+        self._is_draining = True
+        if not self._idle.is_set():
+            _LOG.info("waiting for the scheduler to end its stream")
+        await self._idle.wait()
 
     async def close(self) -> None:
-        """Waits until the last stream's slots are dropped, then ends the step thread."""
+        """Waits until the last stream has ended and its slots are dropped, then ends the step
+        thread. The server is to be stopped before: it ends the stream."""
+        self._is_draining = True
+        await self._idle.wait()
         await self._released()
         self._pipeline.shutdown()
 
@@ -176,11 +197,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return self._pipeline.run(lambda: (self._rank.executor, _step_command(request)))
 
     async def _release(self, name: str | None) -> None:
-        """Drops the slots once the thread is free.
+        """Drops the slots once the thread is free, which no longer waits for peers.
 
-        A lone rank's step always ends; one that waits for a lost peer may not: then so does the
-        process.
+        A lone rank's step always ends; one in a group that does not, ends the process.
         """
+        # It may take NCCL some time.
+        await asyncio.to_thread(self._rank.abort)
         if name is not None:
             await self._health.set(name, _NOT_SERVING)
         gc.unfreeze()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from scheduler_driver import make_request
 from fakes import tokens_alone
 from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig, EngineFailedError, EngineState
+from scheduler_service.errors import SetupError, WorkerLostError
 from scheduler_service.request import TokenEvent
 from scheduler_service.supervisor import Supervisor, WorkerExitError, worker_command
 from scheduler_service.worker_group import WorkerGroup
@@ -49,17 +51,23 @@ async def until_exit(supervisor):
 
 
 def pids(supervisor):
-    return [process._process.pid for process in supervisor._processes]
+    return [supervisor._processes[rank]._process.pid for rank in sorted(supervisor._processes)]
 
 
 @contextlib.asynccontextmanager
-async def spawned_engine(world_size=1, command=fake_command, **changes):
-    supervisor = Supervisor(world_size, command)
+async def spawned_engine(
+    world_size=1,
+    command=fake_command,
+    supervisor=None,
+    on_progress=lambda progress: None,
+    **changes,
+):
+    supervisor = supervisor or Supervisor(world_size, command)
     config = EngineConfig(
         world_size=world_size, num_slots=2, max_seq_len=400, max_step_tokens=16, **changes
     )
     states: list[EngineState] = []
-    group = WorkerGroup(config, lambda progress: None, supervisor)
+    group = WorkerGroup(config, on_progress, supervisor)
     engine = Engine(config, states.append, lambda progress: None, group)
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -70,7 +78,7 @@ async def spawned_engine(world_size=1, command=fake_command, **changes):
 
 
 @pytest.mark.parametrize("lethal", [signal.SIGKILL, signal.SIGSTOP])
-async def test_b34_b35_a_killed_or_stopped_worker_is_replaced(lethal):
+async def test_b34_b35_a_killed_or_stopped_worker_is_replaced_alone(lethal):
     # A stopped worker is noticed by its silence; a killed one must not need that.
     timeout_s = 0.5 if lethal is signal.SIGSTOP else 2 * PATIENCE_S
     async with spawned_engine(2, worker_timeout_s=timeout_s) as (engine, supervisor, states):
@@ -87,8 +95,9 @@ async def test_b34_b35_a_killed_or_stopped_worker_is_replaced(lethal):
         assert tokens == tokens_alone(request)
         assert states == [EngineState.READY, EngineState.RECOVERING, EngineState.READY]
         after = pids(supervisor)
-        assert not set(before) & set(after), "the group is restarted whole"
-        assert not any(psutil.pid_exists(pid) for pid in before)
+        assert after[0] == before[0], "the survivor goes on"
+        assert after[1] != before[1]
+        assert not psutil.pid_exists(before[1])
 
 
 async def test_stop_leaves_no_process_and_no_folder():
@@ -120,10 +129,10 @@ async def test_what_a_worker_refuses_is_told_in_its_words():
     assert str(error) == "worker 0: no GPU 0 here;\n0 are visible"
 
 
-async def test_a_worker_deaf_to_sigterm_is_killed(monkeypatch):
-    monkeypatch.setattr("scheduler_service.supervisor._TERM_GRACE_S", 0.05)
+async def test_a_deaf_worker_is_killed(monkeypatch):
+    monkeypatch.setattr("scheduler_service.supervisor._END_GRACE_S", 0.05)
     code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
         "print('deaf', flush=True); time.sleep(1000)"
     )
     supervisor = Supervisor(1, python_command(code))
@@ -198,3 +207,94 @@ async def test_workers_leave_nvlink_multicast_alone_unless_told(monkeypatch, cap
     await until_exit(Supervisor(1, python_command(code)))
     lines = [record.message for record in caplog.records if record.name == "slotwise.worker"]
     assert lines == [f"worker 0: {seen}"]
+
+
+@pytest.mark.parametrize("code", ["os.kill(os.getpid(), 9)", "os._exit(75)"])
+async def test_an_end_that_is_no_refusal_is_worth_another_try(code):
+    error = await until_exit(Supervisor(1, python_command(f"import os; {code}")))
+    assert isinstance(error, WorkerLostError)
+    assert not isinstance(error, SetupError)
+
+
+async def test_workers_listen_where_nobody_else_can_reach_them():
+    supervisor = Supervisor(2, fake_command)
+    try:
+        addresses = await supervisor.spawn()
+        assert all(address.startswith("unix:") for address in addresses)
+        folders = {Path(address.removeprefix("unix:")).parent for address in addresses}
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700]
+    finally:
+        await supervisor.stop()
+
+
+async def test_only_the_lost_and_the_ended_are_started_anew(caplog):
+    caplog.set_level("INFO")
+    supervisor = Supervisor(3, python_command("import time; time.sleep(1000)"))
+    try:
+        await supervisor.spawn()
+        before = pids(supervisor)
+        os.kill(before[1], signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            await supervisor.wait_exit()
+        await supervisor.spawn({2: "it is deaf"})
+        after = pids(supervisor)
+        assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
+        assert not any(psutil.pid_exists(pid) for pid in before[1:])
+        lines = [record.message for record in caplog.records]
+        assert "worker 0 goes on and keeps its weights" in lines
+        assert "worker 2 is started anew: it is deaf" in lines
+    finally:
+        await supervisor.stop()
+
+
+class Killer:
+    """Kills a rank of the supervisor when it tells of its start for the first times."""
+
+    def __init__(self, supervisor, rank, num_kills=1):
+        self.supervisor = supervisor
+        self.rank = rank
+        self.num_kills = num_kills
+
+    def on_progress(self, progress):
+        if progress.rank == self.rank and self.num_kills:
+            self.num_kills -= 1
+            os.kill(pids(self.supervisor)[self.rank], signal.SIGKILL)
+
+
+async def test_b37_a_worker_killed_while_it_starts_is_replaced():
+    supervisor = Supervisor(2, fake_command)
+    killer = Killer(supervisor, 1, num_kills=2)
+    async with spawned_engine(2, supervisor=supervisor, on_progress=killer.on_progress) as (
+        engine,
+        _,
+        states,
+    ):
+        assert killer.num_kills == 0
+        assert states == [EngineState.READY]
+        request = make_request("a", (1, 2), 5)
+        events = [event async for event in engine.submit([request])]
+        assert [t for e in events if isinstance(e, TokenEvent) for t in e.token_ids]
+
+
+@pytest.mark.parametrize("second", [0, 1])
+async def test_b37_a_worker_killed_during_a_recovery_is_replaced(second):
+    supervisor = Supervisor(2, fake_command)
+    killer = Killer(supervisor, second, num_kills=0)
+    async with spawned_engine(2, supervisor=supervisor, on_progress=killer.on_progress) as (
+        engine,
+        _,
+        states,
+    ):
+        request = make_request("a", (1, 2), 380)
+        stream = engine.submit([request])
+        tokens = list((await anext(stream)).token_ids)
+        killer.num_kills = 1
+        os.kill(pids(supervisor)[1], signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in stream:
+                if isinstance(event, TokenEvent):
+                    assert event.first_index == len(tokens)
+                    tokens += event.token_ids
+        assert killer.num_kills == 0
+        assert tokens == tokens_alone(request)
+        assert states == [EngineState.READY, EngineState.RECOVERING, EngineState.READY]

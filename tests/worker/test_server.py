@@ -35,7 +35,7 @@ from worker.batch import (
 from worker.checkpoint import open_checkpoint
 from worker.config import MAX_MESSAGE_BYTES
 from worker.device import CpuDevice
-from worker.errors import ProtocolError, SetupError, StepError
+from worker.errors import PeerLostError, ProtocolError, SetupError, StepError
 from worker.rank import Rank, RankSetup, resolve_limits
 from worker.server import start_server
 
@@ -532,19 +532,22 @@ async def test_bytes_that_are_no_message_end_the_stream(
     await served.configured()
 
 
-async def test_failed_step_is_aborted(served: Served) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(PeerLostError, grpc.StatusCode.ABORTED), (StepError, grpc.StatusCode.INTERNAL)],
+)
+async def test_a_failed_step_tells_whose_fault_it_was(
+    served: Served, error: type[StepError], code: grpc.StatusCode
+) -> None:
     stream, _ = await served.configured()
 
     def fail(_: StepCommand) -> StepResult:
-        raise StepError("step 1 failed: connection closed by peer")
+        raise error("step 1 failed: so it is")
 
     served.rank.executor.submit = fail  # type: ignore[method-assign]
     await stream.write(prefill())
     await stream.write(decode(2))
-    assert await failure(stream) == (
-        grpc.StatusCode.ABORTED,
-        "step 1 failed: connection closed by peer",
-    )
+    assert await failure(stream) == (code, "step 1 failed: so it is")
 
 
 async def test_a_failed_device_is_reported(served: Served) -> None:
