@@ -132,17 +132,21 @@ class Reading(Source[Event]):
         self._last_failure: SlotwiseError | None = None
         self._num_sent = 0
         self._request: pb.GenerateRequest | None = None
+        # By choice, as they come; how many there are is not known of an attached request.
+        self._num_choices: int | None
+        self._received: dict[int, Received] = {}
         if isinstance(request, pb.AttachRequest):
             self._id = request.request_id
             firsts = [request.next_token_index, *request.other_next_token_indices]
-            self._received = [Received(first) for first in firsts]
+            self._num_choices = None
+            self._received = {index: Received(first) for index, first in enumerate(firsts)}
             self._next_prompt = request.next_prompt_token_index
             self._way = _Way.ATTACH
         else:
             self._own_window = not request.HasField("attach_window_ms")
             self._request = _named(request)
             self._id = self._request.request_id
-            self._received = [Received() for _ in range(max(request.n, 1))]
+            self._num_choices = max(request.n, 1)
             self._next_prompt = 0
             self._way = _Way.SEND
 
@@ -163,16 +167,17 @@ class Reading(Source[Event]):
 
     def next_call(self) -> tuple[Any, Any]:
         attaches = self._way is _Way.ATTACH
-        for received in self._received:
+        for received in self._received.values():
             received.rewind(to_start=not attaches)
         if self._way is _Way.SEND:
             self._num_sent += 1
             return protocol.GENERATE, self._request
         request = pb.AttachRequest(request_id=self._id)
         if attaches:
-            indices = [received.num_tokens for received in self._received]
-            request.next_token_index = indices[0]
-            request.other_next_token_indices.extend(indices[1:])
+            request.next_token_index = self._choice(0).num_tokens
+            others = range(1, max(self._received) + 1)
+            indices = (self._choice(index).num_tokens for index in others)
+            request.other_next_token_indices.extend(indices)
             request.next_prompt_token_index = self._next_prompt
         return protocol.ATTACH, request
 
@@ -298,15 +303,12 @@ class Reading(Source[Event]):
 
     def _take_finished(self, index: int) -> bool:
         is_new = self._choice(index).finish()
-        if self._request is not None:
-            self.is_over = all(received.is_finished for received in self._received)
+        num_finished = sum(received.is_finished for received in self._received.values())
+        self.is_over = num_finished == self._num_choices
         return is_new
 
     def _choice(self, index: int) -> Received:
-        # An attached request may have more answers than its reader has said.
-        while self._request is None and index >= len(self._received):
-            self._received.append(Received())
-        return self._received[index]
+        return self._received.setdefault(index, Received())
 
 
 def attach_request(
