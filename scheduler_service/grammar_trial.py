@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import logging
-import marshal
 import os
 import resource
 import signal
@@ -64,7 +63,7 @@ class GrammarTrial:
 
     def __init__(self, texts: Sequence[bytes], command: Sequence[str] = COMMAND) -> None:
         """texts: as of Vocabulary."""
-        self._texts = marshal.dumps(list(texts))
+        self._texts = json.dumps([text.decode("latin-1") for text in texts]).encode()
         self._command = command
         self._turn = threading.Lock()
         # Held to start and to end the process, not while it works.
@@ -80,7 +79,8 @@ class GrammarTrial:
         InvalidArgumentError when it does not, or breaks a bound of memory or stack; OutOfTimeError;
         UnavailableError when there is no process to try it in.
         """
-        request = marshal.dumps((spec.kind, spec.source, spec.choices, list(leading), seconds))
+        spoken = (spec.kind, spec.source, spec.choices, list(leading), seconds)
+        request = json.dumps(spoken).encode()
         with self._turn:
             try:
                 answer = self._answer(request)
@@ -199,7 +199,7 @@ def _read_exactly(recv: Callable[[int], bytes], size: int) -> bytes:
 def serve(make: Callable[[list[bytes]], Vocabulary] = Vocabulary) -> int:
     """Answers until the other side closes; the exit status."""
     try:
-        vocabulary = make(marshal.loads(_read(_recv)))
+        vocabulary = make([text.encode("latin-1") for text in json.loads(_read(_recv))])
     except ConnectionResetError:
         return 0
     gc.freeze()  # Else a collection in a child would copy all pages.
@@ -225,11 +225,11 @@ def _try_next(vocabulary: Vocabulary) -> None:
     """All that the child does. Never returns."""
     code = _FAULT
     try:
-        kind, source, choices, leading, seconds = marshal.loads(_read(_recv))
+        kind, source, choices, leading, seconds = json.loads(_read(_recv))
         _set_bounds(seconds)
         # The library's last words may be long, and hold the source.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        _send(_tried(vocabulary, ConstraintSpec(kind, source, choices), leading))
+        _send(_tried(vocabulary, ConstraintSpec(kind, source, tuple(choices)), leading))
         code = _ANSWERED
     except (ConnectionResetError, BrokenPipeError):
         code = _NO_MORE

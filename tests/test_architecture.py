@@ -33,6 +33,26 @@ PROTO_BORDER = {
     "scheduler_service": {"server", "messages", "worker_link", "worker_messages"},
     "worker": {"server"},
 }
+PARTS = (
+    "scheduler_service",
+    "worker",
+    "clients/python/slotwise_client",
+    "clients/cli/slotwise_cli",
+)
+CODE_FORMATS = {
+    *("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
+    # They send pickles.
+    "multiprocessing",
+    "yaml",
+}
+CODE_CALLS = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen"),
+    *("torch.load", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter"),
+    *("np.load", "numpy.load", "runpy.run_path", "runpy.run_module"),
+    # Of torch.distributed: pickles between ranks.
+    *("dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object"),
+    *("dist.scatter_object_list", "dist.send_object_list", "dist.recv_object_list"),
+}
 # Where ids come in: looked through at once, not one by one.
 NUMPY_USERS = {"messages", "prompts"}
 NATIVE_USERS = {
@@ -111,6 +131,27 @@ def test_generated_types_stop_at_the_border(folder):
     for path in sources(folder):
         messages = {n for n in imported_modules(path) if n.startswith("slotwise.") and "_pb2" in n}
         assert not messages or path.stem in PROTO_BORDER[folder], f"{path} imports {messages}"
+
+
+def test_no_file_reads_what_could_run():
+    """Formats whose reading runs code, and ways to run a text."""
+    for folder in PARTS:
+        for path in sources(folder):
+            assert not roots(path) & CODE_FORMATS, path
+            found = {called(node) for node in ast.walk(ast.parse(path.read_text()))}
+            assert not found & CODE_CALLS, f"{path} calls {found & CODE_CALLS}"
+
+
+def called(node: ast.AST) -> str:
+    """The name of what a node calls; "" when it is no call."""
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return name.removeprefix("builtins.")
+
+
+def test_ways_to_run_what_was_read_are_found():
+    text = "eval(x); builtins.exec(x); torch.load(x); model.eval()"
+    names = {called(node) for node in ast.walk(ast.parse(text))}
+    assert names & CODE_CALLS == {"eval", "exec", "torch.load"}
 
 
 def test_few_files_of_the_scheduler_know_numpy():

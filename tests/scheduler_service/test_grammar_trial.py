@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import marshal
+import json
 import sys
 import threading
 import time
@@ -196,7 +196,7 @@ def test_it_ends_with_its_owner(trial):
 @pytest.mark.parametrize("word", ["spin", "a"])
 def test_it_ends_without_a_word_in_the_midst_of_a_trial(trial, capfd, word):
     trial.run(regex("a"), [""], PLENTY)
-    request = marshal.dumps(("regex", word, (), [""], LITTLE))
+    request = json.dumps(("regex", word, (), [""], LITTLE)).encode()
     trial._socket.sendall(len(request).to_bytes(8, "big") + request)
     trial._socket.close()
     assert trial._process.wait() == 0

@@ -278,3 +278,39 @@ def test_a_budget_is_not_used_up_by_earlier_renderings():
     code = sandbox.compile_bounded("{% for i in range(1000) %}{{ 'a' * 100 }}{% endfor %}")
     for _ in range(20):
         assert sandbox.run(code, Budget(400_000, 1, clock=lambda: 0), {}) == "a" * 100_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ x.__class__ }}",
+        "{{ x['__class__'] }}",
+        "{{ x | attr('__class__') }}",
+        "{{ '{0.__class__}'.format(x) }}",
+        "{{ '{x.__class__}'.format_map({'x': x}) }}",
+        # CVE-2024-56326 and CVE-2025-27516: str.format got hold of in other ways.
+        "{% set f = '{0.__class__}'.format %}{{ f(x) }}",
+        "{{ ('{0.__class__}' | attr('format'))(x) }}",
+        "{{ [x] | map(attribute='__class__') | join }}",
+        "{{ [x] | map('attr', '__class__') | join }}",
+        "{{ [x] | join(attribute='__class__') }}",
+        "{{ [x] | sum(attribute='__class__', start='') }}",
+        "{{ [x] | groupby('__class__') | map(attribute=0) | join }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ endless.__self__ }}{{ endless.__call__ }}",
+        "{% macro m() %}{% endmacro %}{{ m._func }}",
+        "{% for i in [1] %}{{ loop._iterable }}{% endfor %}",
+        "{{ self._TemplateReference__context }}",
+        "{{ namespace(a=1).__class__ }}",
+        "{% include '/etc/hostname' %}",
+        "{% import 'os' as os %}{{ os }}",
+        "{{ [].append(1) }}",
+        "{{ {}.update(a=1) }}",
+    ],
+)
+def test_no_way_leads_to_the_insides_of_python(source):
+    try:
+        written = run(source, x="text")
+    except (jinja2.TemplateError, TypeError):
+        return
+    assert written in ("", "Undefined")
