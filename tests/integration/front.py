@@ -13,6 +13,7 @@ import grpc
 
 from fakes import FakeWorkerServer, Script
 from integration.streams import Generation
+from scheduler_service.auth import Callers, Gate
 from scheduler_service.config import Config
 from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig
@@ -111,7 +112,12 @@ async def rest(call: Any) -> list[Any]:
 
 @contextlib.asynccontextmanager
 async def running_front(
-    model: Model, folder: Path, script: Script | None = None, start: bool = True, **engine: Any
+    model: Model,
+    folder: Path,
+    script: Script | None = None,
+    start: bool = True,
+    callers: Callers | None = None,
+    **engine: Any,
 ) -> AsyncIterator[Front]:
     """start False: the engine is left STARTING, its workers are never dialled."""
     address = f"unix:{folder}/worker.sock"
@@ -122,8 +128,8 @@ async def running_front(
     config = Config(model_dir=folder, port=0, engine=settings)
     health = HealthService(1)
     shell = Engine(config.engine, health.on_state, lambda progress: None)
-    server = make_server(health)
-    add_inference(server, InferenceService(model, shell), config.engine)
+    server = make_server(health, Gate(callers) if callers else None)
+    add_inference(server, InferenceService(model, shell), config.engine, callers)
     dialled = await bind(server, config.host, config.port)
     await server.start()
     try:

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.config import Config, ConfigError, join_address, parse_arguments
-from scheduler_service.engine_types import EngineConfig, Geometry
+from scheduler_service.config import (
+    Access,
+    Config,
+    ConfigError,
+    TlsFiles,
+    join_address,
+    parse_arguments,
+)
+from scheduler_service.engine_types import EngineConfig, Geometry, WorkersTls
 from scheduler_service.prefix_index import PrefixReuse
 
 ENGINE = EngineConfig(model_dir="m")
@@ -139,3 +146,47 @@ def test_words_that_are_not_understood(words):
 def test_addresses():
     assert join_address("127.0.0.1", 5) == "127.0.0.1:5"
     assert join_address("::1", 5) == "[::1]:5"
+
+
+def test_who_may_call_is_told_by_flags():
+    flags = "--model m --host 0.0.0.0 --tls-cert c --tls-key k --tls-client-ca a --tokens t"
+    flags += " --no-reflection --no-operator-calls --workers w:1"
+    flags += " --workers-tls-ca wa --workers-tls-cert wc --workers-tls-key wk"
+    config = parse_arguments(flags.split())
+    tls = TlsFiles(Path("c"), Path("k"), Path("a"))
+    assert config.access == Access(tls, Path("t"), reflection=False, operator_calls=False)
+    assert config.access.has_client_ca
+    assert config.engine.workers_tls == WorkersTls("wa", "wc", "wk")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tls-cert c", "tls-cert is c, tls-key is not given and tls-client-ca is not given"),
+        ("--tls-key k", "tls-cert is not given, tls-key is k"),
+        ("--tls-client-ca a", "TLS needs the first two"),
+        ("--workers w:1 --workers-tls-cert c --workers-tls-key k", "workers-tls-ca is not given"),
+        ("--workers w:1 --workers-tls-ca a --workers-tls-cert c", "the other two together"),
+        ("--workers w:1 --workers-tls-ca a --workers-tls-key k", "the other two together"),
+        ("--workers unix:/w --workers-tls-ca a", "Unix sockets and spawned workers need none"),
+        ("--workers-tls-ca a", "Unix sockets and spawned workers need none"),
+    ],
+)
+def test_half_of_tls_is_refused(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_arguments(["--model", "m", *flags.split()])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "server.example"])
+def test_tokens_cross_no_network_in_the_clear(host):
+    flags = ["--model", "m", "--host", host, "--tokens", "t"]
+    with pytest.raises(ConfigError, match=f"host is '{host}' and tokens are wanted.*tls-cert"):
+        parse_arguments(flags)
+    assert parse_arguments([*flags, "--insecure-tokens"]).access.insecure_tokens
+    assert parse_arguments([*flags, "--tls-cert", "c", "--tls-key", "k"]).access.tls
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_tokens_on_this_machine_need_no_tls(host):
+    config = parse_arguments(["--model", "m", "--host", host, "--tokens", "t"])
+    assert config.access.tokens == Path("t")
