@@ -137,6 +137,13 @@ class Driver:
         self.told.update((request.request_id, Told(request)) for request in requests)
         return position
 
+    def resume(self, *requests: Request) -> None:
+        """Answers to one call, as a former scheduler has left them."""
+        ended = self.scheduler.resume(requests, self.now_ns)
+        for request in requests:
+            self.told[request.request_id] = Told(request, list(request.generated_token_ids))
+        self._tell(ended)
+
     def plan(self) -> StepCommand | None:
         self._tell(self.scheduler.expire(self.now_ns))
         command = self.scheduler.plan_step(self.now_ns)

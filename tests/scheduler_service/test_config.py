@@ -30,6 +30,7 @@ def test_flags_arrive():
     flags += " --kv-dtype float16 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
     flags += " --device cpu --max-mixed-step-tokens 5"
     flags += " --served-name n --threads 2 --run-ahead-window-ms 2.5 --worker-timeout 7"
+    flags += " --fair-share --max-waiting-per-client 11"
     flags += " --recovery-timeout 8 --log-format json --log-level debug"
     config = parse_arguments(flags.split())
     assert (config.address, config.served_name, config.grace_s) == ("[::]:0", "n", 1.5)
@@ -41,6 +42,7 @@ def test_flags_arrive():
     assert (engine.weight_dtype, engine.kv_dtype) == ("bfloat16", "float16")
     assert (engine.max_step_tokens, engine.max_mixed_step_tokens) == (9, 5)
     assert (engine.max_queue_len, engine.num_threads, engine.device) == (3, 2, "cpu")
+    assert (engine.fair_share, engine.max_waiting_per_client) == (True, 11)
     assert engine.run_ahead_window_ns == 2_500_000
     assert (engine.worker_timeout_s, engine.recovery_timeout_s) == (7, 8)
 

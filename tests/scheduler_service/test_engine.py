@@ -305,8 +305,10 @@ async def test_a_request_that_kills_every_group_is_ended(tmp_path):
         await rig.workers[0].start()
         await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
         _, end = await read(rig.engine.submit([make_request("poison", (666,))]))
-        assert (end.reason, end.status) == (FinishReason.ERROR, "UNAVAILABLE")
-        assert "3 times in a row" in end.message
+        assert (end.reason, end.status) == (FinishReason.ERROR, "INTERNAL")
+        assert "died of this request twice" in end.message
+        assert rig.engine.load().counters.poisoned == 1
+        assert rig.states.count(EngineState.RECOVERING) == 3
         await rig.until_state(EngineState.READY)
         request = make_request("good")
         assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)

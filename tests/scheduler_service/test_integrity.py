@@ -9,6 +9,7 @@ from scheduler_driver import Driver, make_limits, make_request
 
 from scheduler_service.integrity import IntegrityError
 from scheduler_service.request import FinishReason, RequestState
+from scheduler_service.trial import Suspect
 
 
 @pytest.fixture
@@ -103,6 +104,32 @@ def mask_of_the_future(scheduler):
     scheduler.seats[0].mask_index = 9
 
 
+def miscount_a_client(scheduler):
+    scheduler.queue.num_running[""] += 1
+
+
+def miscount_waiting_tokens(scheduler):
+    scheduler.queue.num_tokens += 1
+
+
+def lose_a_clients_place(scheduler):
+    next(iter(scheduler.queue)).client = "other"
+
+
+def suspect_a_waiting_one(scheduler):
+    request = scheduler.requests["c"]
+    scheduler.trial.suspects["c"] = Suspect(request, 9)
+
+
+def suspect_a_cleared_one(scheduler):
+    request = scheduler.requests["a"]
+    scheduler.trial.suspects["a"] = Suspect(request, len(request.generated_token_ids))
+
+
+def hold_tokens_for_ever(scheduler):
+    scheduler.requests["a"].num_untold = 1
+
+
 @pytest.mark.parametrize(
     ("crime", "words"),
     [
@@ -123,6 +150,12 @@ def mask_of_the_future(scheduler):
         (keep_of_the_future, "keeps 6 tokens of generation 9"),
         (wait_for_nobody, "slot 1, request 'c': waits for a prefix"),
         (mask_of_the_future, "a mask for 9 tokens"),
+        (miscount_a_client, "requests of clients run {'': 2}, they are counted as {'': 3}"),
+        (miscount_waiting_tokens, "6 prompt tokens wait, 7 are counted"),
+        (lose_a_clients_place, "1 requests of client 'other' wait, 0 are counted"),
+        (suspect_a_waiting_one, r"suspected are \['c'\], running \['a', 'b'\]"),
+        (suspect_a_cleared_one, "request 'a' is on trial with 0 strikes"),
+        (hold_tokens_for_ever, "0 tokens are held back, 1 are counted"),
     ],
 )
 def test_a_contradiction_is_named(d, crime, words):

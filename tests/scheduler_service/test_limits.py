@@ -5,7 +5,7 @@ from scheduler_driver import make_limits, make_request
 
 from fakes import FakeConstraint
 from scheduler_service.errors import InvalidArgumentError
-from scheduler_service.request import Mask
+from scheduler_service.request import ClientLimits, Mask
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from scheduler_service.request import Mask
         ("max_mixed_step_tokens", 0),
         ("max_queue_len", 0),
         ("max_queued_tokens", -1),
+        ("max_waiting_per_client", -2),
         ("max_outstanding", 0),
         ("max_steps_per_command", 0),
         ("run_ahead_window_ns", -5),
@@ -45,9 +46,20 @@ def test_a_constraint_that_cannot_begin(mask, error):
 
 def test_more_answers_than_can_ever_wait():
     limits = make_limits(max_queue_len=3, num_slots=2)
-    limits.check_number(5)
-    with pytest.raises(InvalidArgumentError, match=r"n.*is 6; at most 5"):
-        limits.check_number(6)
+    limits.check_number([make_request("a")] * 5)
+    with pytest.raises(InvalidArgumentError, match=r"n.*is 6; at most 5 can"):
+        limits.check_number([make_request("a")] * 6)
+
+
+@pytest.mark.parametrize(
+    ("of_server", "of_client", "bound"), [(2, (0, 0), 6), (0, (3, 2), 5), (1, (3, 2), 4)]
+)
+def test_more_answers_than_one_client_may_have(of_server, of_client, bound):
+    limits = make_limits(num_slots=4, max_waiting_per_client=of_server)
+    request = make_request("a", client_limits=ClientLimits(*of_client))
+    limits.check_number([request] * bound)
+    with pytest.raises(InvalidArgumentError, match=rf"n.*; at most {bound} of one client"):
+        limits.check_number([request] * (bound + 1))
 
 
 def test_the_least_limits():
