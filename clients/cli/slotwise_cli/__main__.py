@@ -1,10 +1,12 @@
 """The `slotwise` program: commands, and errors as one line with an exit status.
 
-0 success, 1 failure, 2 wrong usage, 3 no server, 4 the server refused the request, 130 Ctrl-C.
+0 success, 1 failure, 2 wrong usage, 3 no server, 4 the server refused the request, 128 + n ended by
+signal n (130: Ctrl-C).
 """
 
 import os
 import sys
+from contextlib import suppress
 from importlib import metadata
 from typing import Annotated
 
@@ -13,15 +15,40 @@ os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_li
 
 import typer
 
-from slotwise_client import InvalidArgumentError, SlotwiseError, UnavailableError
+from slotwise_client import (
+    AlreadyExistsError,
+    ExpiredError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    SetupDiffersError,
+    SlotwiseError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
+from .attach import attach
 from .bench import bench
 from .demo import demo
 from .doctor import doctor
 from .generate import chat, generate
+from .interrupt import Ended, end_on_hang_up
 from .make_checkpoint import make_checkpoint
 from .output import CliError, Output
+from .replay import replay
 from .serve import serve
+
+_REFUSALS = (
+    AlreadyExistsError,
+    ExpiredError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    SetupDiffersError,
+    UnauthenticatedError,
+)
 
 
 def build_app() -> typer.Typer:
@@ -33,7 +60,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (serve, generate, chat, demo, doctor, make_checkpoint):
+    for command in (serve, generate, chat, attach, replay, demo, doctor, make_checkpoint):
         app.command()(command)
     app.add_typer(bench, name="bench")
     return app
@@ -58,10 +85,15 @@ def _options(
 
 def main() -> None:
     """Entry point of the console script."""
+    end_on_hang_up()
     try:
         build_app()()
     except KeyboardInterrupt:
         sys.exit(130)
+    except Ended as ended:
+        with suppress(OSError):  # the terminal may be gone
+            Output(as_json=False).error(ended.message)
+        sys.exit(ended.exit_code)
     except OSError as error:  # a full disk under a redirected stdout, say
         Output(as_json=False).error(str(error))
         sys.exit(1)
@@ -82,7 +114,7 @@ def exit_code(error: CliError | SlotwiseError) -> int:
         return error.exit_code
     if isinstance(error, UnavailableError):
         return 3
-    return 4 if isinstance(error, InvalidArgumentError) else 1
+    return 4 if isinstance(error, _REFUSALS) else 1
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from slotwise_client import (
     Usage,
 )
 
-from .output import Output
+from .output import CliError, Output
 
 # More are refused by the server.
 MAX_ANSWERS: Final = 32
@@ -90,6 +90,7 @@ def follow(stream: Stream[Event], output: Output, answers: Sequence[Answer]) -> 
     """Read a stream of as many choices as `answers` to its end.
 
     The text of a single one is shown as it comes unless JSON is wanted, its reasoning on stderr.
+    CliError when there are more.
     """
     for event in stream:
         match event:
@@ -100,11 +101,19 @@ def follow(stream: Stream[Event], output: Output, answers: Sequence[Answer]) -> 
             case PromptLogprobs():
                 answers[0].prompt_logprobs += event.logprobs
             case Delta():
+                answer = _of(answers, event.index)
                 if len(answers) == 1 and not output.as_json:
-                    _show_delta(event, answers[0], output)
-                answers[event.index].take(event)
+                    _show_delta(event, answer, output)
+                answer.take(event)
             case Finished():
-                answers[event.index].finish(event)
+                _of(answers, event.index).finish(event)
+
+
+def _of(answers: Sequence[Answer], index: int) -> Answer:
+    if index >= len(answers):
+        many = f"the request has more than {len(answers)} answers; say how many with -n"
+        raise CliError(many, exit_code=2)
+    return answers[index]
 
 
 def show(answers: Sequence[Answer], output: Output) -> None:

@@ -16,14 +16,15 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from slotwise_client import Client, Health, SlotwiseError, Worker
+from slotwise_client import Health, JournalState, ServerInfo, SlotwiseError, Worker
 
+from .connection import Connection, connects
 from .demo_model import cache_dir, demo_model_dir, is_demo_model_ready
 from .finding import Finding, gib
 from .gpu_findings import gpu_findings
 from .helper_process import run_json
 from .output import CliError, Color, Output, report_nothing
-from .serve import DEFAULT_SERVER, DtypeOption, JsonFlag, ServerOption, model_folder, server_flags
+from .serve import DtypeOption, JsonFlag, model_folder, server_flags
 
 PACKAGES = (
     "torch",
@@ -43,7 +44,9 @@ OPTIONAL = {
 DEMO_BYTES = 750 << 20
 
 
+@connects
 def doctor(
+    connection: Connection,
     model: Annotated[
         str | None, typer.Argument(help="Folder, or `demo`: plan its memory too.")
     ] = None,
@@ -55,7 +58,6 @@ def doctor(
     device: Annotated[
         str | None, typer.Option(help="For the plan: cpu or cuda \\[a GPU if one can be used].")
     ] = None,
-    server: ServerOption = DEFAULT_SERVER,
     as_json: JsonFlag = False,
 ) -> None:
     """Look at this machine, plan a model's memory, compare with a running server."""
@@ -79,7 +81,7 @@ def doctor(
             findings += _plan_findings(plan)
         except CliError as error:
             findings.append(Finding("plan", False, error.message))
-    findings += _server(server)
+    findings += _server(connection)
     if as_json:
         output.json({"findings": [asdict(finding) for finding in findings], "plan": plan})
     else:
@@ -180,11 +182,12 @@ def _plan_findings(plan: dict[str, Any]) -> list[Finding]:
     return findings
 
 
-def _server(address: str) -> list[Finding]:
+def _server(connection: Connection) -> list[Finding]:
+    address = connection.server
     if not _listens(address):
         return [Finding("server", None, f"none on {address}", "start one: slotwise serve demo")]
     try:
-        with Client(address) as client:
+        with connection.client() as client:
             health = client.health(timeout=5)
             if health is not Health.SERVING:
                 return [Finding("server", None, f"{address} is {health}")]
@@ -193,13 +196,21 @@ def _server(address: str) -> list[Finding]:
     except SlotwiseError as error:
         return [Finding("server", False, error.message, "something else may use the port")]
     state = f"{name} on {address}, {info.num_slots} slots, {info.max_running} requests at once"
-    findings = [Finding("server", True, state)]
+    findings = [Finding("server", True, state), _journal(info)]
     for worker in info.workers:
         findings.append(_memory(worker))
         for test in worker.self_tests:
             name = f"worker {worker.rank} self-test {test.name}"
             findings.append(Finding(name, test.passed, test.detail))
     return findings
+
+
+def _journal(info: ServerInfo) -> Finding:
+    """A server without one is no fault."""
+    if info.journal is JournalState.FAILING:
+        advice = "requests are served but would not outlive the server; its log says why"
+        return Finding("journal", False, "it cannot be written", advice)
+    return Finding("journal", True if info.journal is JournalState.ON else None, info.journal)
 
 
 def _memory(worker: Worker) -> Finding:

@@ -1,10 +1,8 @@
 """`slotwise generate` and `slotwise chat`: one answer, or a conversation."""
 
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,19 +11,19 @@ import typer
 from slotwise_client import (
     Chat,
     Client,
-    Event,
     FinishReason,
     GenerateOptions,
     Message,
     Prompt,
     SlotwiseError,
-    Stream,
 )
 
 from . import request_options as words
 from .answer import Answer, answers_for, follow, show
+from .connection import Connection, connects
+from .interrupt import closed_by_signals
 from .output import CliError, Output
-from .serve import DEFAULT_SERVER, JsonFlag, ServerOption
+from .serve import JsonFlag
 
 SystemOption = Annotated[str | None, typer.Option(help="System message of the chat.")]
 
@@ -36,9 +34,12 @@ class _Talk:
 
     system: str | None
     options: GenerateOptions
+    verbose: bool
 
 
+@connects
 def generate(
+    connection: Connection,
     prompt: Annotated[
         str | None, typer.Argument(help="Raw prompt; `-`, or none, reads standard input.")
     ] = None,
@@ -71,7 +72,7 @@ def generate(
     cache_salt: words.CacheSalt = None,
     request_id: Annotated[str | None, typer.Option(help="Your name for the request.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
-    server: ServerOption = DEFAULT_SERVER,
+    verbose: words.Verbose = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Generate an answer; streams it as text, or prints one JSON object per answer with --json."""
@@ -104,12 +105,21 @@ def generate(
     )
     source = _prompt(prompt, chat, system, tools, template_kwargs)
     answers = answers_for(n)
-    with Client(server) as client, client.generate(source, timeout=timeout, **options) as stream:
+    with (
+        connection.client() as client,
+        client.generate(source, timeout=timeout, **options) as stream,
+        closed_by_signals(stream) as interrupt,
+    ):
         follow(stream, output, answers)
+    interrupt.check()
     show(answers, output)
+    if verbose:
+        output.note(f"request {answers[0].request_id}")
 
 
+@connects
 def chat(
+    connection: Connection,
     system: SystemOption = None,
     temperature: words.Temperature = None,
     top_p: words.TopP = None,
@@ -120,7 +130,7 @@ def chat(
     presence_penalty: words.PresencePenalty = None,
     repetition_penalty: words.RepetitionPenalty = None,
     max_new_tokens: words.MaxNewTokens = None,
-    server: ServerOption = DEFAULT_SERVER,
+    verbose: words.Verbose = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Talk with the model. /reset forgets the conversation, /exit ends; Ctrl-C stops an answer."""
@@ -136,14 +146,16 @@ def chat(
         repetition_penalty=repetition_penalty,
         max_new_tokens=max_new_tokens,
     )
-    with Client(server) as client:
+    with connection.client() as client:
         model = client.model_info(timeout=10)
         if not model.has_chat_template:
             raise CliError(f"{model.name} has no chat template; use `slotwise generate`")
         if model.output_format:
             options["parse_output"] = True
-        talk = _Talk(system, options)
-        output.note(f"{model.name} on {server}; /reset forgets, /exit ends, Ctrl-C stops an answer")
+        talk = _Talk(system, options, verbose)
+        output.note(
+            f"{model.name} on {client.target}; /reset forgets, /exit ends, Ctrl-C stops an answer"
+        )
         history: list[Message] = []
         for question in _questions(output):
             if question == "/reset":
@@ -197,43 +209,25 @@ def _converse(client: Client, history: list[Message], talk: _Talk, output: Outpu
     answer = Answer()
     try:
         with (
-            _ctrl_c() as pressed,
             client.chat(history, system=talk.system, **talk.options) as stream,
+            closed_by_signals(stream) as interrupt,
         ):
-            closer = threading.Thread(target=_close_when, args=(pressed, stream), daemon=True)
-            closer.start()
             follow(stream, output, [answer])
     except SlotwiseError as error:
         output.error(error.message)
         history.pop()
         return
+    with suppress(KeyboardInterrupt):
+        interrupt.check()
     if answer.finish_reason is None:
         answer.finish_reason = FinishReason.CANCELLED
     history.append(_turn(answer))
     show([answer], output)
+    if talk.verbose:
+        output.note(f"request {answer.request_id}")
 
 
 def _turn(answer: Answer) -> Message:
     """As the template reads it back; what there was none of is absent."""
     reasoning = answer.reasoning_text or None
     return Message("assistant", answer.text, answer.tool_calls, reasoning_content=reasoning)
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets instead of raising; set at the end in any case.
-
-    An exception in the middle of gRPC's own code could leave a call behind that nobody cancels.
-    """
-    pressed = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-        pressed.set()
-
-
-def _close_when(pressed: threading.Event, stream: Stream[Event]) -> None:
-    pressed.wait()
-    stream.close()

@@ -60,6 +60,11 @@ TemplateKwargs = Annotated[
     typer.Option(metavar="JSON", help='Variables of the template: {"enable_thinking": false}.'),
 ]
 
+RequestId = Annotated[str, typer.Argument(help="The request's name, as Accepted told it.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Tell the request's id at the end, on stderr.")
+]
+
 _TOOL_KEYS: Final = {"name", "description", "parameters"}
 
 

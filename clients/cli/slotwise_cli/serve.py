@@ -18,7 +18,6 @@ from .output import CliError, Output, Report
 from .server_process import Event, ServerProcess, report_event, scheduler_command
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-ServerOption = Annotated[str, typer.Option(help="Server as host:port.")]
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda \\[auto].")]
 TpOption = Annotated[int | None, typer.Option(help="Tensor-parallel ranks [1].")]
@@ -26,8 +25,6 @@ ThreadsOption = Annotated[int | None, typer.Option(help="Threads per rank on the
 DtypeOption = Annotated[
     str | None, typer.Option(help="Weights in memory: auto, float32, bfloat16 or float16.")
 ]
-
-DEFAULT_SERVER = "127.0.0.1:50051"
 
 
 def model_folder(model: str, report: Report) -> Path:
@@ -78,6 +75,19 @@ def serve(
     recovery_timeout: Annotated[
         float | None, typer.Option(help="Seconds that streams wait for new workers [60].")
     ] = None,
+    journal: Annotated[
+        str | None, typer.Option(help="Folder in which requests outlive the server.")
+    ] = None,
+    journal_max_mb: Annotated[int | None, typer.Option(help="Its size in MiB [1024].")] = None,
+    retention: Annotated[
+        float | None, typer.Option(help="Seconds that ended requests are kept [300].")
+    ] = None,
+    max_attach_window: Annotated[
+        float | None, typer.Option(help="Most seconds that requests go on without a reader [300].")
+    ] = None,
+    slow_reader_timeout: Annotated[
+        float | None, typer.Option(help="Seconds until a reader that stands still is cut [60].")
+    ] = None,
     tls_cert: Annotated[
         str | None, typer.Option(help="Certificate chain of the port, in PEM.")
     ] = None,
@@ -122,6 +132,11 @@ def serve(
         grace=grace,
         worker_timeout=worker_timeout,
         recovery_timeout=recovery_timeout,
+        journal=journal,
+        journal_max_mb=journal_max_mb,
+        retention=retention,
+        max_attach_window=max_attach_window,
+        slow_reader_timeout=slow_reader_timeout,
         tls_cert=tls_cert,
         tls_key=tls_key,
         tls_client_ca=tls_client_ca,
@@ -190,6 +205,8 @@ def _announce(ready: Event, seconds: float, output: Output) -> None:
 def _forwarding_signals(server: ServerProcess) -> Iterator[None]:
     """Pass SIGTERM and SIGINT on to the child, whatever this process is doing.
 
+    The loss of the terminal is SIGTERM to it: it drains.
+
     A Python handler may wait for the main thread to wake up from a lock; the byte that the
     interpreter writes on arrival does not.
     """
@@ -198,12 +215,15 @@ def _forwarding_signals(server: ServerProcess) -> Iterator[None]:
 
     def forward() -> None:
         while number := arrivals.recv(1):
-            server.send_signal(number[0])
+            signum = number[0]
+            server.send_signal(signal.SIGTERM if signum == signal.SIGHUP else signum)
 
     forwarder = threading.Thread(target=forward, daemon=True)
     forwarder.start()
     before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     before = {signum: signal.signal(signum, _nothing) for signum in signals}
     try:
         yield

@@ -156,9 +156,14 @@ def test_reasoning_is_aside_and_calls_come_last(slotwise, served):
 def test_what_is_not_given_stays_unset(slotwise, served):
     slotwise("generate", "x", "--server", served.address)
     sent = served.script.requests[0]
-    assert not sent.HasField("sampling")
-    assert not sent.HasField("max_new_tokens")
-    assert not sent.HasField("request_id")
+    # What makes a request that is sent anew the same one.
+    assert [field.name for field, _ in sent.ListFields()] == [
+        "request_id",
+        "text",
+        "sampling",
+        "attach_window_ms",
+    ]
+    assert [field.name for field, _ in sent.sampling.ListFields()] == ["seed"]
 
 
 def test_a_prompt_from_stdin_is_taken_whole(slotwise, served, monkeypatch):
