@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -35,6 +36,9 @@ _WORKER_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAS
 # A line that a worker logged: the time (ours is the same), the level, the rest.
 _LOG_LINE = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 
+_FOLDER_PREFIX = "slotwise-"
+_SOCKET_NAME = re.compile(r"worker-\d+\.sock")
+
 # How `python -m worker` begins to say why it cannot start.
 _REFUSAL = "worker: "
 
@@ -61,7 +65,8 @@ def worker_command(model_dir: str, world_size: int, num_threads: int, device: st
             *("--model", model_dir),
             *("--threads", str(threads)),
             *devices[device],
-            "--exit-with-parent",
+            # By our id: the imports of a worker take seconds, and we may be gone by then.
+            *("--exit-with-parent", str(os.getpid())),
         ]
 
     return command
@@ -132,13 +137,49 @@ class _WorkerProcess:
             _log.error("worker %d: ended with exit code %d", self.rank, code)
 
 
+class _SocketFolder:
+    """A folder of sockets that nobody else may enter; locked while its owner lives."""
+
+    def __init__(self) -> None:
+        # It gets the name that others look for when it is locked.
+        made = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}"))
+        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.rename(made.with_name(made.name.removeprefix(".")))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_left_folders() -> None:
+    """Removes the folders of this user's services that were killed: nobody locks them, and nothing
+    but sockets of workers is in them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            names = os.listdir(lock)
+            is_ours = os.fstat(lock).st_uid == os.geteuid()
+            if is_ours and all(_SOCKET_NAME.fullmatch(name) for name in names):
+                _log.info("removed %s: the service that left it was killed", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)
+
+
 class Supervisor:
     """The worker processes of one group, on unix sockets in a folder of their own."""
 
     def __init__(self, world_size: int, command: Command) -> None:
         self._world_size = world_size
         self._command = command
-        self._folder: Path | None = None
+        self._folder: _SocketFolder | None = None
         # By rank.
         self._processes: dict[int, _WorkerProcess] = {}
 
@@ -186,7 +227,7 @@ class Supervisor:
         """Ends every process, politely at first, and removes the sockets' folder."""
         await self._end(list(self._processes), _END_GRACE_S)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     async def _spawn_rank(self, rank: int) -> None:
@@ -208,9 +249,9 @@ class Supervisor:
 
     def _socket(self, rank: int) -> Path:
         if self._folder is None:
-            # Nobody else may enter.
-            self._folder = Path(tempfile.mkdtemp(prefix="slotwise-"))
-        return self._folder / f"worker-{rank}.sock"
+            remove_left_folders()
+            self._folder = _SocketFolder()
+        return self._folder.path / f"worker-{rank}.sock"
 
     async def _end(self, ranks: Sequence[int], grace_s: float = 0) -> None:
         ended = [self._processes.pop(rank) for rank in set(ranks) & set(self._processes)]

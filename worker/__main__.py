@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
         if arguments and arguments[0] in _COMMANDS:
             return _COMMANDS[arguments[0]](arguments[1:])
         config = _parse(arguments)
-        if config.exit_with_parent:
-            device.exit_with_parent(os.getppid())
+        if config.parent_pid is not None:
+            device.exit_with_parent(config.parent_pid or os.getppid())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config))
     except (WorkerError, ValueError, OSError) as error:
@@ -71,8 +71,12 @@ def _parse(arguments: list[str]) -> WorkerConfig:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda (by rank) or cuda:N")
     parser.add_argument(
         "--exit-with-parent",
-        action="store_true",
-        help="end when the parent process ends, or by SIGUSR1; SIGTERM and SIGINT do nothing",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="PID",
+        help="end when the parent process ends, or by SIGUSR1; SIGTERM and SIGINT do nothing. PID: "
+        "the parent's, so that one that has ended before is noticed too",
     )
     parser.add_argument(
         "--grace",
@@ -91,7 +95,7 @@ def _parse(arguments: list[str]) -> WorkerConfig:
         model_dir=parsed.model,
         num_threads=parsed.threads,
         device=parsed.device,
-        exit_with_parent=parsed.exit_with_parent,
+        parent_pid=parsed.exit_with_parent,
         grace_s=parsed.grace,
         tls=_tls_files(parsed),
     )
@@ -107,7 +111,7 @@ def _tls_files(parsed: argparse.Namespace) -> TlsFiles | None:
 
 async def _serve(config: WorkerConfig) -> None:
     """Serves until a signal, and then for the grace while a stream is open."""
-    stop = _stop_signal(config.exit_with_parent)
+    stop = _stop_signal(config.parent_pid is not None)
     rank = Rank(config.model_dir, config.num_threads, config.device)
     server, servicer, address = await start_server(config.listen, rank, _exit_stuck, tls=config.tls)
     _LOG.info("listening on %s", address)
@@ -118,7 +122,7 @@ async def _serve(config: WorkerConfig) -> None:
             address,
         )
     await stop.wait()
-    if not config.exit_with_parent:
+    if config.parent_pid is None:
         try:
             async with asyncio.timeout(config.grace_s):
                 await servicer.drain()

@@ -46,7 +46,8 @@ class WorkerConfig:
     model_dir: Path
     num_threads: int
     device: str = "auto"
-    exit_with_parent: bool = False
+    # The process that this one ends with; 0: whichever started it. None: it outlives that one.
+    parent_pid: int | None = None
     grace_s: float = GRACE_S
     # None: plain TCP. A Unix socket has none.
     tls: TlsFiles | None = None

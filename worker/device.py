@@ -225,7 +225,7 @@ def refuse_live_socket(listen: str) -> None:
 def exit_with_parent(parent_pid: int) -> None:
     """Asks the kernel to end this process when its parent ends (Linux only).
 
-    `parent_pid` was read before the call: a parent that died in between is noticed too.
+    A parent of this id that has died already is noticed too.
     """
     if not sys.platform.startswith("linux"):
         raise OSError("--exit-with-parent needs Linux")

@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import fake_server
@@ -102,7 +103,7 @@ async def test_b34_b35_a_killed_or_stopped_worker_is_replaced_alone(lethal):
 
 async def test_stop_leaves_no_process_and_no_folder():
     async with spawned_engine(2) as (engine, supervisor, _):
-        folder = supervisor._folder
+        folder = supervisor._folder.path
         running = pids(supervisor)
         assert folder.exists()
         await engine.stop()
@@ -178,12 +179,33 @@ async def test_an_end_of_its_own_is_logged_and_one_by_us_is_not(caplog):
     assert lines == ["worker 1: ended with exit code 7"]
 
 
+async def test_the_folder_that_a_killed_service_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, file in (("slotwise-left", "worker-0.sock"), ("slotwise-other", "notes")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "slotwise-empty").mkdir()
+    one, two = (Supervisor(1, python_command("import time; time.sleep(1000)")) for _ in range(2))
+    try:
+        (address,) = await one.spawn()
+        await two.spawn()
+        living = Path(address.removeprefix("unix:")).parent
+        assert stat.S_IMODE(living.stat().st_mode) == 0o700
+        left = {folder.name for folder in tmp_path.iterdir()}
+        assert left >= {"slotwise-other", living.name}
+        assert not left & {"slotwise-left", "slotwise-empty"}
+    finally:
+        await one.stop()
+        await two.stop()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["slotwise-other"]
+
+
 def test_the_command_of_a_worker():
     command = worker_command("/models/m", 2, 0, "auto")(1, "unix:/x.sock")
     assert command[1:5] == ["-m", "worker", "--listen", "unix:/x.sock"]
     threads = int(command[command.index("--threads") + 1])
     assert threads == max(1, (os.cpu_count() or 1) // 2)
-    assert command[-1] == "--exit-with-parent"
+    assert command[-2:] == ["--exit-with-parent", str(os.getpid())]
     assert "5" in worker_command("/models/m", 2, 5, "auto")(0, "unix:/x.sock")
     assert Path(command[0]).name.startswith("python")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -75,6 +76,12 @@ def test_ends_with_its_parent(socket_path: Path) -> None:
         parent.kill()
     psutil.wait_procs([child], timeout=TIMEOUT_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_parent_that_has_ended_before_is_noticed(socket_path: Path) -> None:
+    """A scheduler may be killed while its workers import their libraries."""
+    worker = [*command(socket_path), "--exit-with-parent", str(os.getppid())]
+    assert subprocess.run(worker, timeout=TIMEOUT_S).returncode == 1
 
 
 @pytest.mark.parametrize(
