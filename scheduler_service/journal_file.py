@@ -65,7 +65,7 @@ _MAX_ANSWERS = 1 << 16
 # Free pages below this are kept for what comes next; as many are given back at a time.
 _NUM_SPARE_PAGES = 256
 # A log of this size is copied into the file.
-_MAX_LOG_BYTES = 32 << 20
+_MAX_LOG_BYTES = 8 << 20
 _ROWS_PER_STATEMENT = 32
 _MAX_SET_ASIDE = 4
 _UINT64 = (1 << 64) - 1
@@ -194,7 +194,7 @@ class JournalFile:
     def read(self, ended_since_unix_ns: int) -> tuple[list[Stored], list[int]]:
         """The calls that go on or ended since then, in order of acceptance; and the row ids of
         those that make no sense, each reported."""
-        setups = dict(self._db.execute("SELECT hash, json FROM setup"))
+        setups = dict(map(_setup_of, self._db.execute("SELECT hash, json FROM setup")))
         calls: dict[int, RecordedCall] = {}
         bad: list[int] = []
 
@@ -441,10 +441,11 @@ def _row_bytes(num_bytes: int) -> int:
 
 
 def _checksum(*columns: object) -> int:
-    checksum = 0
+    sizes = [len(value) if isinstance(value, bytes) else value for value in columns]
+    checksum = zlib.crc32(repr(sizes).encode())
     for value in columns:
-        data = value if isinstance(value, bytes) else repr(value).encode()
-        checksum = zlib.crc32(data, zlib.crc32(b"%d," % len(data), checksum))
+        if isinstance(value, bytes):
+            checksum = zlib.crc32(value, checksum)
     return checksum
 
 
@@ -472,16 +473,26 @@ def _call_columns(record: CallRecord, setup_hash: bytes) -> tuple[Any, ...]:
     )
 
 
-def _record_of(row: Sequence[Any], setups: dict[bytes, str]) -> CallRecord:
+def _setup_of(row: Sequence[Any]) -> tuple[bytes, Setup | None]:
+    """None where it makes no sense."""
+    digest, text = row
+    try:
+        is_sound = hashlib.sha256(text.encode()).digest() == digest
+        return digest, Setup(**json.loads(text)) if is_sound else None
+    except _NONSENSE:
+        return digest, None
+
+
+def _record_of(row: Sequence[Any], setups: dict[bytes, Setup | None]) -> CallRecord:
     row_id, _, _, _, call_id, setup_hash, client, request, prompt, *numbers, checksum = row
     opens_reasoning, seed, num_answers, accepted_unix_ns, deadline_unix_ns = numbers
     if checksum != _checksum(row_id, call_id, setup_hash, client, request, prompt, *numbers):
         raise ValueError("it has a wrong checksum")
     if not 1 <= num_answers <= _MAX_ANSWERS:
         raise ValueError(f"it has {num_answers} answers")
-    setup = setups[setup_hash]
-    if hashlib.sha256(setup.encode()).digest() != setup_hash:
-        raise ValueError("its set-up has a wrong hash")
+    setup = setups.get(setup_hash)
+    if setup is None:
+        raise ValueError("its set-up is missing or damaged")
     return CallRecord(
         call_id=call_id,
         client=client,
@@ -492,7 +503,7 @@ def _record_of(row: Sequence[Any], setups: dict[bytes, str]) -> CallRecord:
         num_answers=num_answers,
         accepted_unix_ns=accepted_unix_ns,
         deadline_unix_ns=deadline_unix_ns,
-        setup=Setup(**json.loads(setup)),
+        setup=setup,
     )
 
 

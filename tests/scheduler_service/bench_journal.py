@@ -17,7 +17,7 @@ from array import array
 from pathlib import Path
 
 from scheduler_service.journal import Journal
-from scheduler_service.record import CallRecord, Setup
+from scheduler_service.record import CallRecord, JournalState, Setup
 from scheduler_service.request import FinishedEvent, FinishReason, TokenEvent, TokenLogprobs
 
 SETUP = Setup("weights", "front", "1.0", "build", "bf16", "bf16", "a CPU", 1)
@@ -114,7 +114,8 @@ async def short_calls(folder: Path, num_calls: int, max_bytes: int) -> None:
             num_refused += not await accepted
             journal.add(name, 0, TokenEvent(name, 0, tuple(range(30))))
             journal.add(name, 0, ended(name, 30))
-        await asyncio.sleep(0)
+        while journal.state is not JournalState.ON:  # noqa: ASYNC110 (in a thread)
+            await asyncio.sleep(0.01)
         largest = max(largest, size_of(folder))
     took_s = time.monotonic() - begin_s
     writer_s = thread_s(journal) - begin_writer_s

@@ -196,7 +196,7 @@ def answers(draw):
     return events, log
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(told=st.lists(answers(), min_size=1, max_size=3), pieces=st.randoms(use_true_random=False))
 def test_whatever_is_told_comes_back(told, pieces):
     """In any mix, with flushes and restarts anywhere."""
@@ -596,6 +596,8 @@ async def test_another_version_is_kept(tmp_path, written, caplog):
         "UPDATE call SET seed = x'00' WHERE id = 11",
         "UPDATE call SET setup = x'00', checksum = 5 WHERE id = 11",
         "DELETE FROM setup",
+        "UPDATE setup SET json = '{}'",
+        "UPDATE setup SET json = x'ff'",
     ],
 )
 async def test_a_call_that_makes_no_sense_is_left_out(tmp_path, written, change, caplog):
@@ -605,7 +607,7 @@ async def test_a_call_that_makes_no_sense_is_left_out(tmp_path, written, change,
         database.commit()
     calls = await check_works(tmp_path)
     check_calls(calls)
-    assert len(calls) == (0 if "setup" in change.split()[:3] and "call" not in change else 29)
+    assert len(calls) == (29 if "call" in change else 0)
     assert "is left out" in caplog.text
     assert not kept_aside(tmp_path)
     # It was dropped: nothing to report any more.
