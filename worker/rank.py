@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,10 +254,14 @@ class Rank:
                 _go_on(cancelled)
                 progress("loading weights", done, total)
 
+            started = time.monotonic()
             backend = device.backend(limits.weight_dtype)
             weights = load_weights(checkpoint, shard, limits.weight_dtype, backend, on_bytes)
             self._loaded = _Loaded(key, backend, weights)
             device.release_free_memory()
+            _LOG.info("weights read in %.1f s", time.monotonic() - started)
+        else:
+            _LOG.info("weights kept")
         return self._loaded
 
 
