@@ -103,6 +103,8 @@ class Config:
         _check_seconds("slow_reader_timeout", self.keeping.slow_reader_s, 0.001)
         if self.access.tokens and not (self.access.tls or self.access.insecure_tokens):
             _check_loopback(self.host)
+        if not self.access.tokens:
+            _check_needs_no_clients(self.engine)
 
     @property
     def address(self) -> str:
@@ -124,6 +126,19 @@ def _check_loopback(host: str) -> None:
             f"host is {host!r} and tokens are wanted: without TLS they could be read on the way; "
             "give tls-cert and tls-key, or insecure-tokens when something else encrypts"
         )
+
+
+def _check_needs_no_clients(engine: EngineConfig) -> None:
+    values = {
+        "fair_share": engine.fair_share,
+        "max_waiting_per_client": engine.max_waiting_per_client,
+    }
+    for name, value in values.items():
+        if value:
+            raise ConfigError(
+                f"{name} is {value} and no tokens are wanted: clients are told apart by their "
+                "tokens; give a file of them"
+            )
 
 
 def join_address(host: str, port: int) -> str:

@@ -30,7 +30,7 @@ def test_flags_arrive():
     flags += " --kv-dtype float16 --max-queue-len 3 --max-step-tokens 9 --grace 1.5 --events"
     flags += " --device cpu --max-mixed-step-tokens 5"
     flags += " --served-name n --threads 2 --run-ahead-window-ms 2.5 --worker-timeout 7"
-    flags += " --fair-share --max-waiting-per-client 11"
+    flags += " --fair-share --max-waiting-per-client 11 --tokens t --insecure-tokens"
     flags += " --recovery-timeout 8 --log-format json --log-level debug"
     config = parse_arguments(flags.split())
     assert (config.address, config.served_name, config.grace_s) == ("[::]:0", "n", 1.5)
@@ -45,6 +45,14 @@ def test_flags_arrive():
     assert (engine.fair_share, engine.max_waiting_per_client) == (True, 11)
     assert engine.run_ahead_window_ns == 2_500_000
     assert (engine.worker_timeout_s, engine.recovery_timeout_s) == (7, 8)
+
+
+@pytest.mark.parametrize("flags", [["--fair-share"], ["--max-waiting-per-client", "2"]])
+def test_clients_that_are_not_told_apart_have_no_shares(flags):
+    with pytest.raises(ConfigError, match=r"(True|2) and no tokens are wanted"):
+        parse_arguments(["--model", "m", *flags])
+    config = parse_arguments(["--model", "m", "--tokens", "t", *flags])
+    assert config.engine.fair_share or config.engine.max_waiting_per_client == 2
 
 
 def test_given_workers_are_not_spawned():

@@ -116,15 +116,15 @@ def test_progress_by_the_rebuild_alone_does_not_save_it(num_calls):
     assert d.num_losses == 2
 
 
-@pytest.mark.parametrize("num_requests", [1, 2, 4, 7])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_requests", [1, 2, 7])
+@pytest.mark.parametrize("seed", range(2))
 def test_hundreds_of_kills_from_outside_convict_nobody(num_requests, seed):
     """Each as soon as somebody was told a new token, or a while later."""
     rng = random.Random(seed)
     d = driver(prefix_reuse=rng.choice(list(type(make_limits().prefix_reuse))))
     names = [f"r{index}" for index in range(num_requests)]
     num_kills = 0
-    while num_kills < 300:
+    while num_kills < 200:
         if all(name not in d.told or d.told[name].end for name in names):
             names = [f"r{num_kills}-{index}" for index in range(num_requests)]
             for name in names:
@@ -167,8 +167,13 @@ def test_while_a_suspect_is_on_trial_the_others_wait_and_nobody_is_admitted():
         if command is None:
             d.answer()
         else:
-            (row,) = command.rows
-            order.append(d.tenants[row.slot, row.generation])
+            in_flight = {
+                d.tenants[row.slot, row.generation]
+                for step in d.scheduler.outstanding
+                for row in step.rows
+            }
+            (name,) = in_flight
+            order.append(name)
     assert set(order) == {"a", "b", "c"}
     assert order == sorted(order)
     d.run()
