@@ -51,6 +51,8 @@ def main() -> int:
             with chaos_on(service, asked.streams, seed, requests, num_by_client=2) as chaos:
                 report.strikes = chaos.log
                 _strike(chaos, asked.kills)
+        except KeyboardInterrupt:
+            report.facts["stopped after"] = f"{len(report.strikes)} of {asked.kills} kills"
         except AssertionError as error:
             print(error)
             report.facts["failed"] = str(error)[:2000]

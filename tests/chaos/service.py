@@ -80,7 +80,9 @@ class Service:
         command += ["--host", host, "--port", str(self.port), *flags]
         if journal:
             command += ["--journal", str(folder / "journal")]
-        self._command = [*prefix, *command]
+        # Of the next start.
+        self.prefix = prefix
+        self._command = command
         self._environment = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
@@ -200,7 +202,7 @@ class Service:
         started = time.monotonic()
         with self.log_file.open("a") as log:
             process = subprocess.Popen(
-                self._command,
+                [*self.prefix, *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -52,7 +52,7 @@ def test_streams_survive(tiny_model, tmp_path):
     """B34, B35, B37: no token lost, doubled or changed, nothing left behind."""
     service = Service(tiny_model, tmp_path, (*FLAGS, "--num-slots", "4"))
     requests = make_requests(random.Random(SEED), 16, range(20, 200))
-    with chaos_on(service, STREAMS, SEED, requests, num_by_client=0) as chaos:
+    with chaos_on(service, STREAMS, SEED, requests, num_by_client=2) as chaos:
         for fault in shuffled(PLAN, SEED):
             chaos.strike(fault)
 
