@@ -43,7 +43,7 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 # How long a rank that leaves waits for the others to let go of its memory.
-_CLOSE_S = 1.0
+_CLOSE_S = 2.0
 _POLL = timedelta(milliseconds=500)
 _RETRY_S = 0.01
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 from worker import _native
-from worker.errors import StepError
+from worker.errors import PeerLostError, StepError
 from worker.peers import CudaGroup
 from worker.sharding import Part
 
@@ -296,6 +297,70 @@ def killed(case: RankCase) -> None:
     group.close()
 
 
+def aborted(case: RankCase) -> None:
+    """A rank that is told to stops waiting for one that is stopped, also in a graph, and can form
+    another group with the next one; the memory comes back."""
+    before = torch.cuda.mem_get_info(case.device)[0]
+    group = case.group(timeout_s=1000.0)
+    x = torch.ones(8, 4096, device=case.device)
+    big = torch.ones(1000, 4096, device=case.device)
+    group.all_reduce(x)
+    case.stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=case.stream):
+        group.all_reduce(x)
+    if case.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(200):
+        graph.replay()
+        group.all_reduce(big)
+    ended = case.stream.record_event()
+    time.sleep(0.5)
+    assert not ended.query(), "it does not wait"
+    started = time.monotonic()
+    group.abort()
+    case.stream.synchronize()
+    drained_s = time.monotonic() - started
+    with pytest.raises(PeerLostError, match="lost its group"):
+        group.check()
+    group.close()
+    closed_s = time.monotonic() - started
+    print(f"abort: kernels ended after {drained_s:.3f} s, the group after {closed_s:.3f} s")
+    assert closed_s < 2
+    del graph
+    torch.cuda.empty_cache()
+    if not SHARED:
+        assert torch.cuda.mem_get_info(case.device)[0] > before - (64 << 20)
+    check_alone(case)
+
+
+def nccl_aborted(case: RankCase) -> None:
+    """The same by NCCL."""
+    group = case.group(use_peers=False, timeout_s=1000.0)
+    x = torch.ones(8, 4096, device=case.device)
+    group.all_reduce(x)
+    case.stream.synchronize()
+    if case.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(x)
+    ended = case.stream.record_event()
+    time.sleep(0.5)
+    assert not ended.query(), "it does not wait"
+    started = time.monotonic()
+    group.abort()
+    case.stream.synchronize()
+    group.close()
+    print(f"abort: {time.monotonic() - started:.3f} s")
+    assert time.monotonic() - started < 5
+    check_alone(case)
+
+
+def check_alone(case: RankCase) -> None:
+    """The device goes on."""
+    x = torch.ones(512, 512, device=case.device)
+    assert float((x @ x).sum()) == 512.0**3
+
+
 def again(case: RankCase) -> None:
     """Groups one after the other in the same processes; the memory comes back."""
     free = []
@@ -351,8 +416,13 @@ def nccl_absent(case: RankCase) -> None:
 
 CASES: dict[str, Callable[[RankCase], None]] = {
     case.__name__: case
-    for case in (sums, fused, gathers, replays, absent, killed, again, nccl, nccl_absent)
+    for case in (
+        *(sums, fused, gathers, replays, absent, killed, aborted, again),
+        *(nccl, nccl_absent, nccl_aborted),
+    )
 }
+# Cases in which a rank kills itself.
+DEADLY = ("aborted", "nccl_aborted")
 
 
 def run_ranks(case: str, world_size: int) -> None:
@@ -377,13 +447,15 @@ def run_ranks(case: str, world_size: int) -> None:
         for process in ranks:
             process.kill()
     for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} of {case}:\n{output[-4000:]}"
+        expected = -signal.SIGKILL if case in DEADLY and rank == 1 else 0
+        assert process.returncode == expected, f"rank {rank} of {case}:\n{output[-4000:]}"
+        print(output)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case: str, world_size: int) -> None:
-    if world_size > 2 and case in ("absent", "killed", "nccl_absent"):
+    if world_size > 2 and case in ("absent", "killed", "nccl_absent", *DEADLY):
         pytest.skip("with two ranks")
     run_ranks(case, world_size)
 
