@@ -23,7 +23,7 @@ CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name 
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
-.PHONY: clean fuzz
+.PHONY: clean fuzz chaos soak
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -32,6 +32,8 @@ help:
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
 	@echo "make docs-api   write the reference in docs/api.md again from the proto"
+	@echo "make chaos   200 random kills under streams on the demo model (an hour or two)"
+	@echo "make soak    20,000 mixed requests while workers die (an hour or two)"
 	@echo "make fuzz    a million broken calls and ten thousand broken model folders (an hour)"
 	@echo "make bench   measure, beside transformers              make clean   remove what was built"
 	@echo "with an NVIDIA GPU and nvcc:"
@@ -44,6 +46,13 @@ demo: $(BUILT)
 
 test: $(TOOLS)
 	$(BIN)/pytest $(ARGS) $(TESTS)
+
+# What they have seen goes to build/chaos. ARGS="--seed 5" repeats a run; --help tells of more.
+chaos: $(TOOLS)
+	PYTHONPATH=tests $(BIN)/python -m chaos.kills $(ARGS)
+
+soak: $(TOOLS)
+	PYTHONPATH=tests $(BIN)/python -m chaos.soak $(ARGS)
 
 fuzz: $(TOOLS)
 	GRPC_VERBOSITY=ERROR PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
