@@ -131,9 +131,13 @@ def _check_queue(scheduler: Scheduler) -> None:
 
 def _check_trial(scheduler: Scheduler) -> None:
     suspects = scheduler.trial.suspects
-    running = {seat.request.request_id for seat in scheduler.seats.values()}
-    if not suspects.keys() <= running:
+    running = [seat.request.request_id for seat in scheduler.seats.values()]
+    if not suspects.keys() <= set(running):
         raise IntegrityError(f"suspected are {sorted(suspects)}, running {sorted(running)}")
+    order = [name for name in running if name in suspects]
+    struck = [name for name in order if suspects[name].num_strikes]
+    if struck not in ([], order[:1]):
+        raise IntegrityError(f"{struck} have strikes, the first of those on trial is {order[0]!r}")
     for name, suspect in suspects.items():
         request = suspect.request
         if (

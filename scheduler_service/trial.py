@@ -73,13 +73,13 @@ class Trial:
     ) -> Mapping[int, Seat]:
         """Of `seats`, in order of admission, those that may have rows in the next command.
 
-        On trial, that is the suspect with most strikes, and nobody until no row of another one is
-        outstanding: what is in flight must be its own.
+        On trial, that is the first suspect, and nobody until no row of another one is outstanding:
+        what is in flight must be its own. One with a strike is the first: those before it were
+        cleared when it got it, and only what runs is suspected anew.
         """
         if not self.suspects:
             return seats
-        suspected = [one for one in seats.values() if one.request.request_id in self.suspects]
-        seat = max(suspected, key=lambda one: self.suspects[one.request.request_id].num_strikes)
+        seat = next(one for one in seats.values() if one.request.request_id in self.suspects)
         own = (seat.slot, seat.generation)
         if any((row.slot, row.generation) != own for step in outstanding for row in step.rows):
             return {}

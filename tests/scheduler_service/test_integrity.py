@@ -126,6 +126,11 @@ def suspect_a_cleared_one(scheduler):
     scheduler.trial.suspects["a"] = Suspect(request, len(request.generated_token_ids))
 
 
+def strike_one_that_waits_its_turn(scheduler):
+    for name in "ab":
+        scheduler.trial.suspects[name] = Suspect(scheduler.requests[name], 9, name == "b")
+
+
 def hold_tokens_for_ever(scheduler):
     scheduler.requests["a"].num_untold = 1
 
@@ -155,6 +160,7 @@ def hold_tokens_for_ever(scheduler):
         (lose_a_clients_place, "1 requests of client 'other' wait, 0 are counted"),
         (suspect_a_waiting_one, r"suspected are \['c'\], running \['a', 'b'\]"),
         (suspect_a_cleared_one, "request 'a' is on trial with 0 strikes"),
+        (strike_one_that_waits_its_turn, r"\['b'\] have strikes, the first of those .* is 'a'"),
         (hold_tokens_for_ever, "0 tokens are held back, 1 are counted"),
     ],
 )

@@ -82,9 +82,11 @@ def test_several_poisoned_ones_are_found_one_by_one(num_poisoned):
     assert d.num_losses <= 1 + 2 * num_poisoned
 
 
-@pytest.mark.parametrize("at", range(1, 40, 3))
-def test_a_token_that_kills_is_met_twice_at_most(at):
-    """However far ahead of it the commands are that were lost."""
+@pytest.mark.parametrize("at", range(2, 48, 3))
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_token_that_kills_is_met_twice_at_most(at, is_early):
+    """However far ahead of it the commands are that were lost. Early: the worker meets it before
+    the results of earlier commands have arrived."""
 
     def script(tokens):
         if len(tokens) == 3 + at:
@@ -92,6 +94,13 @@ def test_a_token_that_kills_is_met_twice_at_most(at):
 
     d = driver(script, max_steps_per_command=20, run_ahead_window_ns=50 * STEP_NS)
     d.submit(make_request("p", max_new_tokens=60))
+    while is_early and not d.num_losses:
+        while d.plan() is not None:
+            pass
+        if d.scheduler.seats[0].num_generated_planned > at:
+            d.lose_worker()
+        else:
+            d.step()
     d.run()
     told = d.told["p"]
     assert told.end.status == "INTERNAL"
