@@ -303,6 +303,22 @@ async def test_forgotten_calls_are_gone(tmp_path):
     assert set(recorded(tmp_path)) == {"stays"}
 
 
+async def test_what_a_forgotten_call_told_last_is_gone(tmp_path, stall):
+    with journal_of(tmp_path) as journal:
+        for name in ("a", "b"):
+            assert await journal.accept(record(name))
+        stalled, answers_again = stall()
+        journal.forget("b")
+        stalled.wait()
+        # Both in one transaction.
+        journal.add("a", 0, tokens(0, 1))
+        journal._flush()
+        journal.forget("a")
+        answers_again.set()
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        assert database.execute("SELECT count(*) FROM piece").fetchone() == (0,)
+
+
 async def test_a_reader_of_its_answer_may_leave(tmp_path):
     with journal_of(tmp_path) as journal:
         journal.accept(record()).cancel()
@@ -657,6 +673,23 @@ async def test_a_piece_that_is_forged(tmp_path, written, change, caplog):
     assert "'call-1' is left out" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["call_by_call_id", "call_by_end"])
+async def test_a_damaged_index(tmp_path, written, name):
+    """No row is wrong, but rows would not be found."""
+    path = tmp_path / "journal.db"
+    shutil.copy(written / "journal.db", path)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        query = "SELECT rootpage FROM sqlite_schema WHERE name = ?"
+        (page,) = database.execute(query, (name,)).fetchone()
+        database.execute("PRAGMA journal_mode = DELETE")
+    data = bytearray(path.read_bytes())
+    # The last of its cells is another's.
+    data[4096 * page - 3] ^= 1
+    path.write_bytes(data)
+    assert not await check_works(tmp_path)
+    assert len(kept_aside(tmp_path)) == 1
+
+
 async def test_few_damaged_files_are_kept(tmp_path):
     for i in range(8):
         (tmp_path / "journal.db").write_bytes(b"%d" % i * 1000)
@@ -753,9 +786,14 @@ async def test_a_disk_that_is_full_for_a_while(small_disk, monkeypatch, caplog):
             journal.add("runs", 0, tokens(1, 2, 3, call_id="runs"))
             assert not await journal.accept(record("refused"))
             journal.add("refused", 0, tokens(0, 1))
-            # It was tried again meanwhile, and did not seem to work.
-            writer = journal._writer
-            await until(lambda: writer._error and writer._file is None)
+            journal._flush()
+            # Tried again with that, in vain.
+            tries = []
+            real = journal._writer._fail
+            monkeypatch.setattr(
+                journal._writer, "_fail", lambda error: (tries.append(1), real(error))
+            )
+            await until(lambda: len(tries) > 1)
         await is_state(journal, JournalState.ON)
         assert await journal.accept(record("later"))
     calls = recorded(folder)
@@ -803,11 +841,11 @@ async def test_a_commit_that_seemed_to_fail(tmp_path, monkeypatch):
         assert await journal.accept(record())
         with monkeypatch.context() as patched:
             patched.setattr(journal_file.JournalFile, "transaction", transaction)
-            refused = journal.accept(record("b"))
             journal.add("a", 0, PromptLogprobsEvent("a", 1, (TokenLogprobs(-1.0, 1, (), ()),)))
             journal.add("a", 0, tokens(0, 1, 2))
             journal.add("a", 0, end(num_tokens=2))
-            assert not await refused
+            journal._flush()
+            assert not await journal.accept(record("b"))
             await is_state(journal, JournalState.FAILING)
         await is_state(journal, JournalState.ON)
     with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
