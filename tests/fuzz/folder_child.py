@@ -96,7 +96,7 @@ def main(seed: int, begin: int, end: int) -> None:
     outcomes: Counter[str] = Counter()
     faults: list[str] = []
     slowest = (0.0, "")
-    with tempfile.TemporaryDirectory(prefix="slotwise-fuzz-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         maker, folder = FolderMaker(seed, Path(scratch)), Path(scratch, "model")
         try_folder(Path(scratch, "whole"), set(NAMES))
         limit_memory()

@@ -28,7 +28,7 @@ def run_in_process(seed: int, numbers: range) -> Report:
 
 async def _run(seed: int, numbers: range) -> Report:
     report, started = Report("bodies in process", seed), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="slotwise-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         model = load_model(write_model(Path(folder), QWEN3_TEMPLATE), "")
         maker = BodyMaker(seed, good_calls())
         async with running_front(model, Path(folder)) as front:

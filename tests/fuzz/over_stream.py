@@ -31,7 +31,7 @@ CONFIGURE = pb.RunRequest(
 def run_over_streams(seed: int, numbers: range) -> Report:
     """Blocks until each of these streams has ended."""
     report, started = Report("streams to a worker process", seed), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="slotwise-fuzz-") as name:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name)
         make_checkpoint(folder / "model", "llama")
         address, log = f"unix:{folder}/worker.sock", folder / "log"

@@ -58,7 +58,7 @@ def run_over_wire(seed: int, numbers: range) -> Report:
 @contextlib.contextmanager
 def tiny_server(*flags: str) -> Iterator[Server]:
     """Of random weights; a second of start."""
-    with tempfile.TemporaryDirectory(prefix="slotwise-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         make_checkpoint(Path(folder), "llama", tokenizer=True)
         # What is kept of ended calls would look like a leak.
         sizes = ("--num-slots", "8", "--max-seq-len", "128", "--threads", "1", "--retention", "2")

@@ -150,7 +150,7 @@ def run_commands(seed: int, numbers: range) -> Report:
     """Blocks until all messages of these numbers were taken, in this process."""
     report, started = Report("messages to a worker", seed), time.monotonic()
     slowest = (0.0, b"")
-    with tempfile.TemporaryDirectory(prefix="slotwise-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         worker = Worker(make_checkpoint(Path(folder), "llama"))
         before = 0
         for number in numbers:
