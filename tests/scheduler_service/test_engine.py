@@ -314,6 +314,34 @@ async def test_a_request_that_kills_every_group_is_ended(tmp_path):
         assert (await read(rig.engine.submit([request])))[0] == tokens_alone(request)
 
 
+async def test_a_request_that_kills_is_given_up_alone_the_others_go_on(tmp_path):
+    async with running(tmp_path, num_slots=4) as rig:
+
+        def script(tokens):
+            if tokens[0] == 666 and len(tokens) > 40:
+                raise RuntimeError("the worker dies of this prompt")
+
+        rig.workers[0].script = script
+        await rig.workers[0].die()
+        await rig.workers[0].start()
+        await rig.until(lambda: rig.states.count(EngineState.READY) == 2)
+        poison = make_request("poison", (666,), 200)
+        constraint = FakeConstraint(100, 1000)
+        others = [make_request(f"r{i}", (i,) * 9, 200, num_logprobs=1) for i in range(3)]
+        others.append(constrained("bound", constraint, prompt=(1, 2), max_new_tokens=200))
+        stream = rig.engine.submit([poison])
+        streams = [rig.engine.submit([request]) for request in others]
+        tokens, end = await read(stream)
+        assert (end.reason, end.status) == (FinishReason.ERROR, "INTERNAL")
+        assert tokens == tokens_alone(poison)[: len(tokens)]
+        assert len(tokens) == end.num_generated_tokens <= 40
+        for request, other in zip(others, streams, strict=True):
+            assert (await read(other))[0] == tokens_alone(request)
+        # Beside the others, and alone twice; a further one before.
+        assert rig.states.count(EngineState.RECOVERING) == 4
+        assert rig.engine.load().counters.poisoned == 1
+
+
 async def test_a_set_up_that_cannot_work_is_fatal_with_the_workers_words(tmp_path):
     rig = Rig(tmp_path, world_size=2)
     rig.workers[1].refuse = (grpc.StatusCode.FAILED_PRECONDITION, "needs 9 GiB, 4 GiB are free")
