@@ -11,6 +11,7 @@ import sys
 import threading
 
 import pytest
+from certificates import Authority
 
 from checkpoints import make_checkpoint
 from slotwise_cli.serve import _forwarding_signals, server_flags
@@ -157,6 +158,40 @@ def test_a_signal_is_passed_on_although_the_main_thread_sleeps():
         other.join()
     # Whatever it was: the tests before this one are of the same process.
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_it_is_ready_where_nobody_may_call_without_a_token(checkpoint, tmp_path):
+    pair = Authority(tmp_path, "ca").pair("server")
+    tokens = tmp_path / "tokens.json"
+    tokens.touch(mode=0o600)
+    tokens.write_text('[{"name": "alice", "token": "alice-0123456789"}]')
+    tls = ["--tls-cert", str(pair.cert), "--tls-key", str(pair.key)]
+    server = start(str(checkpoint), "--port", "0", *tls, "--tokens", str(tokens))
+    try:
+        line = server.stdout.readline()
+        assert line.startswith("Slotwise ready: tiny on 127.0.0.1:"), server.stderr.read()
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=TIMEOUT_S)
+    finally:
+        server.kill()
+        server.wait()
+    assert (server.returncode, out) == (0, ""), err
+
+
+def test_a_token_file_that_all_may_read_is_one_clear_line(checkpoint, tmp_path):
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text('[{"name": "alice", "token": "alice-0123456789"}]')
+    tokens.chmod(0o644)
+    server = start(str(checkpoint), "--port", "0", "--tokens", str(tokens))
+    out, err = server.communicate(timeout=TIMEOUT_S)
+    assert (server.returncode, out) == (1, "")
+    assert err.startswith(f"error: {tokens} holds a secret, and its mode is 0644")
+    assert err.count("\n") == 1
+
+
+def test_switches_are_sent_only_when_on():
+    flags = server_flags(no_reflection=True, insecure_tokens=False, tokens="t")
+    assert flags == ["--no-reflection", "--tokens", "t"]
 
 
 def test_flags_are_sent_only_when_set():
