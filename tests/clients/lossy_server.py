@@ -38,6 +38,7 @@ DRAINS = refusal(code_pb2.UNAVAILABLE, "UNAVAILABLE", "the server drains")
 NOT_FOUND = refusal(code_pb2.NOT_FOUND, "UNKNOWN_REQUEST", "no request of that id is known")
 EXPIRED = refusal(code_pb2.FAILED_PRECONDITION, "EXPIRED_REQUEST", "it ended too long ago")
 OUT_OF_RANGE = refusal(code_pb2.OUT_OF_RANGE, "OUT_OF_RANGE", "it has not as many tokens")
+SLOW = refusal(code_pb2.ABORTED, "SLOW_READER", "the client has read nothing for 60 s")
 SUPERSEDED = refusal(code_pb2.ABORTED, "SUPERSEDED", "another connection reads the request now")
 POISON = refusal(code_pb2.INTERNAL, "CORRUPTED", "the workers died of it twice")
 EXISTS = refusal(code_pb2.ALREADY_EXISTS, "DUPLICATE_REQUEST", "a request of that id runs")
@@ -56,6 +57,8 @@ class Fault:
     forgets: bool = False
     is_silent: bool = False
     shift: int = 0
+    # The request was cancelled there.
+    cancels: bool = False
 
 
 @dataclass
@@ -68,6 +71,8 @@ class LossyScript(Script):
     faults: deque[Fault | None] = field(default_factory=deque)
     shift: int = 0
     max_window_ms: int = 300_000
+    # How a replayed request differs from what was recorded of it.
+    replayed: dict = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     was_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -118,9 +123,10 @@ class LossyScript(Script):
 
     def Replay(self, request, context):  # noqa: N802
         self._note(request, context)
+        change = {"recorded": NUM_TOKENS, "end": pb.FINISH_REASON_STOP, "shift": 0, **self.replayed}
         of = pb.GenerateRequest(request_id=request.request_id, text="x", max_new_tokens=NUM_TOKENS)
         ids = [one.token_ids[0] for one in self._parts(of, 0) if one.token_ids]
-        answer = pb.RecordedAnswer(token_ids=ids, finish_reason=pb.FINISH_REASON_STOP)
+        answer = pb.RecordedAnswer(token_ids=ids[: change["recorded"]], finish_reason=change["end"])
         record = pb.RequestRecord(
             request_id=request.request_id,
             request=of,
@@ -132,8 +138,10 @@ class LossyScript(Script):
         )
         yield pb.ReplayResponse(record=record)
         of.request_id = "replay-1"
+        self.shift = change["shift"]
         for response in self._stream(of, pb.Accepted(seed=9), [0], 0, context, joined=2):
             yield pb.ReplayResponse(response=response)
+        self.shift = 0
 
     def forget(self) -> None:
         """What a server without a journal does when it starts again."""
@@ -149,7 +157,12 @@ class LossyScript(Script):
             if self.blocked and "delta" in message:
                 self.first_delta.set()
                 self.ended.wait(30)
-        if fault is not None:
+        if fault is not None and fault.cancels:
+            for index in range(len(begins)):
+                end = pb.Finished(index=index, finish_reason=pb.FINISH_REASON_CANCELLED)
+                yield pb.GenerateResponse(request_id=request.request_id, finished=end)
+            self.forget()
+        elif fault is not None:
             self._fail(fault, request, context)
 
     def _fail_at_once(self, request, context) -> None:

@@ -40,6 +40,8 @@ class Script(rpc.InferenceServicer):
     output_format: str = ""
     error: status_pb2.Status | None = None
     requests: list = field(default_factory=list)
+    # Of each call: "authorization" in its metadata.
+    tokens: list = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
     first_delta: threading.Event = field(default_factory=threading.Event)
 
@@ -154,6 +156,7 @@ class Script(rpc.InferenceServicer):
 
     def _note(self, request, context) -> None:
         self.requests.append(request)
+        self.tokens.append(dict(context.invocation_metadata()).get("authorization"))
         if self.error is not None:
             context.abort_with_status(rpc_status.to_status(self.error))
 
@@ -229,7 +232,9 @@ class ScriptedServer:
 
 
 @contextlib.contextmanager
-def scripted_server(script: Script | None = None) -> Iterator[ScriptedServer]:
+def scripted_server(
+    script: Script | None = None, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[ScriptedServer]:
     """A server on a free port, ready at once."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=16))
     script = script or Script()
@@ -238,7 +243,10 @@ def scripted_server(script: Script | None = None) -> Iterator[ScriptedServer]:
     for name in ("", SERVICE):
         health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     try:
         yield ScriptedServer(f"127.0.0.1:{port}", script, health_servicer)

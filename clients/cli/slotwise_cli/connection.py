@@ -37,7 +37,7 @@ class Connection:
                 token=self.token,
                 insecure_token=self.insecure_token,
             )
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             message = str(error).replace("insecure_token=True", "--insecure-token")
             raise CliError(message, exit_code=2) from error
 

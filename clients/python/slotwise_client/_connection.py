@@ -45,16 +45,15 @@ class TlsOptions:
     server_name: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """OSError or ValueError, with the file's name, for one that cannot be used."""
+        """ValueError, with the file's name, for one that cannot be used."""
         if (self.cert is None) != (self.key is None):
             raise ValueError("TLS: a certificate of the client needs its key, and a key its one")
         if self.ca is not None:
-            _check(self.ca, lambda context: context.load_verify_locations(str(self.ca)))
+            _check(str(self.ca), lambda context: context.load_verify_locations(str(self.ca)))
         if self.cert is not None:
-            files = str(self.cert), str(self.key)
-            _check(
-                self.cert, lambda context: context.load_cert_chain(*files, password=_no_password)
-            )
+            pair = str(self.cert), str(self.key)
+            both = " with ".join(pair)
+            _check(both, lambda context: context.load_cert_chain(*pair, _no_password))
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
 
     @property
@@ -122,13 +121,13 @@ def _is_local(target: str) -> bool:
         return False
 
 
-def _check(path: Path | str, load: Callable[[ssl.SSLContext], object]) -> None:
+def _check(files: str, load: Callable[[ssl.SSLContext], object]) -> None:
     """gRPC itself would only say, at the first call, that there is no connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         load(context)
-    except ssl.SSLError as error:
-        raise ValueError(f"TLS: {path} cannot be used: {error}") from error
+    except OSError as error:
+        raise ValueError(f"TLS: {files} cannot be used: {error}") from error
 
 
 def _no_password() -> str:

@@ -1,5 +1,6 @@
 """One request as its reader sees it: what came, and how to go on when the stream is lost."""
 
+import math
 import secrets
 import time
 import uuid
@@ -25,6 +26,7 @@ from .errors import (
     OutOfRangeError,
     QueueFullError,
     SlotwiseError,
+    SlowReaderError,
     UnavailableError,
     from_rpc_error,
     is_loss,
@@ -130,6 +132,10 @@ class Reading(Source[Event]):
         self._lost_at: float | None = None
         self._lost_s = 0.0
         self._last_failure: SlotwiseError | None = None
+        # When the server was last heard, or can last have known that somebody reads.
+        self._heard_at = clock()
+        self._silence_s = 0.0
+        self._is_unread = False
         self._num_sent = 0
         self._request: pb.GenerateRequest | None = None
         # By choice, as they come; how many there are is not known of an attached request.
@@ -172,6 +178,7 @@ class Reading(Source[Event]):
         if self._way is _Way.SEND:
             self._num_sent += 1
             return protocol.GENERATE, self._request
+        self._silence_s = self._clock() - self._heard_at
         request = pb.AttachRequest(request_id=self._id)
         if attaches:
             request.next_token_index = self._choice(0).num_tokens
@@ -184,6 +191,7 @@ class Reading(Source[Event]):
     def take(self, response: pb.GenerateResponse) -> Event | None:
         """AnswerChangedError when a new run differs, InternalError for a gap."""
         self._connection.was_reached = True
+        self._heard_at = self._clock()
         kind = response.WhichOneof("event")
         if kind == "accepted":
             return self._take_accepted(response)
@@ -191,7 +199,7 @@ class Reading(Source[Event]):
         if kind == "delta":
             is_new = self._take_delta(response.delta)
         elif kind == "finished":
-            is_new = self._take_finished(response.finished.index)
+            is_new = self._take_finished(response.finished)
         elif kind == "prompt_logprobs":
             is_new = self._take_prompt_logprobs(response.prompt_logprobs)
         if not is_new:
@@ -239,6 +247,13 @@ class Reading(Source[Event]):
         again = _Way.SEND if self._accepted is None and self._request else _Way.ATTACH
         if self._connection.is_closed:
             return None
+        if self._is_unread:
+            self._is_unread = False
+            return _Way.SEND
+        if isinstance(failure, SlowReaderError):
+            # Nobody read since long before its last messages were taken here.
+            self._heard_at = -math.inf
+            return _Way.ATTACH
         if is_lost:
             return again if self._connection.was_reached else None
         if self._request is None:
@@ -301,11 +316,21 @@ class Reading(Source[Event]):
         self._next_prompt = max(self._next_prompt, part.first_token_index + len(part.logprobs))
         return bool(part.logprobs)
 
-    def _take_finished(self, index: int) -> bool:
-        is_new = self._choice(index).finish()
+    def _take_finished(self, finished: pb.Finished) -> bool:
+        if self._was_unread(finished):
+            self._is_unread = True
+            return False
+        is_new = self._choice(finished.index).finish()
         num_finished = sum(received.is_finished for received in self._received.values())
         self.is_over = num_finished == self._num_choices
         return is_new
+
+    def _was_unread(self, finished: pb.Finished) -> bool:
+        """Its end is that nobody read it for as long as its attach window: to be sent anew."""
+        if self._request is None or self._way is _Way.SEND:
+            return False
+        is_cancelled = finished.finish_reason == pb.FINISH_REASON_CANCELLED
+        return is_cancelled and self._silence_s * 1e3 >= self._request.attach_window_ms
 
     def _choice(self, index: int) -> Received:
         return self._received.setdefault(index, Received())

@@ -233,7 +233,7 @@ class Client:
         `reconnect`: requests go on when their connection is lost, for `reconnect_timeout` seconds
         without any. A server that never answered is reported at once.
 
-        ValueError or OSError for a token or a file that cannot be used.
+        ValueError for a token or a file that cannot be used.
         """
         self.target = target
         self._connection = connection = Connection(

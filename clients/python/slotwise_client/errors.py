@@ -88,6 +88,10 @@ class SupersededError(SlotwiseError):
     """Another connection reads the request now."""
 
 
+class SlowReaderError(SlotwiseError):
+    """The events were not read for so long that the server stopped sending them."""
+
+
 class UnauthenticatedError(SlotwiseError):
     """The call brought no token, or none that the server knows."""
 
@@ -131,6 +135,7 @@ BY_CODE: dict[grpc.StatusCode, type[SlotwiseError]] = {
 BY_REASON: dict[str, type[SlotwiseError]] = {
     "EXPIRED_REQUEST": ExpiredError,
     "SETUP_DIFFERS": SetupDiffersError,
+    "SLOW_READER": SlowReaderError,
 }
 
 

@@ -19,9 +19,9 @@ from clients.lossy_server import (
     OUT_OF_RANGE,
     POISON,
     RESET,
+    SLOW,
     SUPERSEDED,
     Fault,
-    lossy_server,
 )
 from clients.scripted_server import queue_full
 
@@ -105,12 +105,6 @@ async def read(stream) -> list:
 def _quick(monkeypatch):
     monkeypatch.setattr(_reading, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(_reading, "MAX_DELAY_S", 0.05)
-
-
-@pytest.fixture
-def lossy():
-    with lossy_server() as server:
-        yield server
 
 
 @pytest.fixture(params=[SyncReader, AsyncReader])
@@ -228,6 +222,36 @@ def test_what_is_not_to_be_tried_again_is_raised(lossy, reader, status, kind):
         reader.generate()
     assert lossy.script.calls == ["Generate"]
     assert lossy.script.cancelled == []
+
+
+UNREAD = Fault(3, cancels=True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_was_cancelled_since_nobody_read_it_is_asked_anew(lossy, reader, n):
+    wanted = undisturbed(lossy, reader, n=n)
+    lossy.script.faults = deque([Fault(4, LOST), UNREAD])
+    assert summary(reader.generate(n=n, attach_window_ms=0)) == wanted
+    assert [call.split()[0] for call in lossy.script.calls] == ["Generate", "Attach", "Generate"]
+
+
+def test_what_was_cancelled_while_somebody_read_it_stays_so(lossy, reader):
+    for faults in ([Fault(4, LOST), UNREAD], [Fault(4, cancels=True)]):
+        lossy.script.faults = deque(faults)
+        events = reader.generate()
+        assert events[-1].finish_reason == "cancelled"
+        assert not any("!" in event.text for event in events if isinstance(event, Delta))
+    assert lossy.script.calls.count("Generate") == 2
+
+
+def test_who_reads_slowly_is_cut_off_and_reads_on(lossy, reader):
+    wanted = undisturbed(lossy, reader)
+    lossy.script.faults = deque([Fault(4, SLOW), None])
+    assert summary(reader.generate()) == wanted
+    assert lossy.script.calls == ["Generate", "Attach 3"]
+    # Not that the connection was silent: the messages before the cut had come long before.
+    lossy.script.faults = deque([Fault(4, SLOW), UNREAD])
+    assert summary(reader.generate()) == wanted
 
 
 def test_another_answer_is_an_error_and_its_run_is_ended(lossy, reader):
