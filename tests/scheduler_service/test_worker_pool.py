@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 
 import pytest
+from grpc import StatusCode
 
 from fakes import FakeWorkerServer
+from scheduler_service import worker_pool
 from scheduler_service.engine_types import EngineConfig, Geometry, WorkerConfigured, WorkerReport
-from scheduler_service.errors import DigestMismatchError, SetupError, WorkerLostError
+from scheduler_service.errors import DigestMismatchError, GroupError, SetupError, WorkerLostError
 from scheduler_service.prefix_index import PrefixReuse
 from scheduler_service.request import TokenLogprobs
 from scheduler_service.step import RowResult, StepResult
@@ -22,6 +25,7 @@ from scheduler_service.worker_pool import (
     is_local,
 )
 
+PATIENCE_S = 60
 LOCAL = ("unix:/a.sock", "unix:/b.sock")
 
 
@@ -232,3 +236,103 @@ def test_ids_outside_of_the_vocabulary(row, words):
     check_tokens(result(1, rows=(RowResult(1, 1, (99,)),)), 100)
     with pytest.raises(WorkerLostError, match=f"{words}; ids are below 100"):
         check_tokens(result(1, rows=(row,)), 100)
+
+
+@contextlib.asynccontextmanager
+async def pool_of_two(folder):
+    """A configured pool, and its two fake ranks."""
+    servers = [FakeWorkerServer(f"unix:{folder}/{rank}.sock") for rank in range(2)]
+    for server in servers:
+        await server.start()
+    config = EngineConfig(world_size=2, num_slots=1, max_seq_len=16)
+    pool = WorkerPool(config, [server.address for server in servers], epoch=3)
+    try:
+        await pool.connect(lambda progress: None, PATIENCE_S)
+        yield pool, servers
+    finally:
+        await pool.close()
+        for server in servers:
+            server.resume()
+            await server.die()
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 (the condition is in a server)
+            await asyncio.sleep(0.002)
+
+
+async def test_the_rank_that_died_is_blamed_and_not_the_one_that_lost_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "_CAUSE_S", PATIENCE_S)
+    async with pool_of_two(tmp_path) as (pool, servers):
+        servers[0].abort_step = True
+        servers[1].hang()
+        pool.send(warm_up_commands(3, 16)[0])
+        await until(lambda: servers[1].num_waiting and pool._errors)
+        dying = asyncio.create_task(servers[1].die())
+        with pytest.raises(WorkerLostError, match=r"^worker 1: "):
+            await pool.receive()
+        await dying
+        assert list(pool.ranks_at_fault()) == [1]
+
+
+async def test_a_rank_that_lost_its_group_may_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "_CAUSE_S", 0)
+    async with pool_of_two(tmp_path) as (pool, servers):
+        servers[0].abort_step = True
+        servers[1].hang()
+        pool.send(warm_up_commands(3, 16)[0])
+        with pytest.raises(WorkerLostError, match=r"^worker 0: ABORTED"):
+            await pool.receive()
+        assert pool.ranks_at_fault() == {}
+
+
+async def test_of_silent_ranks_the_one_that_others_wait_for_is_at_fault(tmp_path):
+    async with pool_of_two(tmp_path) as (pool, servers):
+        servers[1].hang()
+        pool.send(warm_up_commands(3, 16)[0])
+        receive = asyncio.create_task(pool.receive())
+        await until(lambda: pool._agreement.silent_ranks() == {1})
+        pool.fail(WorkerLostError(0, "no result for long"))
+        with pytest.raises(WorkerLostError, match="no result for long"):
+            await receive
+        assert list(pool.ranks_at_fault()) == [1]
+
+
+async def test_when_all_are_silent_nobody_is_blamed(tmp_path):
+    async with pool_of_two(tmp_path) as (pool, servers):
+        for server in servers:
+            server.hang()
+        pool.send(warm_up_commands(3, 16)[0])
+        pool.fail(WorkerLostError(0, "no result for long"))
+        with pytest.raises(WorkerLostError):
+            await pool.receive()
+        assert pool.ranks_at_fault() == {}
+
+
+async def test_of_two_that_differ_none_is_trusted(tmp_path):
+    async with pool_of_two(tmp_path) as (pool, servers):
+        servers[1].wrong_digest = True
+        pool.send(warm_up_commands(3, 16)[0])
+        with pytest.raises(DigestMismatchError):
+            await pool.receive()
+        assert list(pool.ranks_at_fault()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("code", "at_fault"),
+    [(StatusCode.INTERNAL, [1]), (StatusCode.ABORTED, []), (StatusCode.FAILED_PRECONDITION, [])],
+)
+async def test_a_rank_that_fails_to_start_by_its_own_fault_is_blamed(tmp_path, code, at_fault):
+    servers = [FakeWorkerServer(f"unix:{tmp_path}/{rank}.sock") for rank in range(2)]
+    for server in servers:
+        await server.start()
+    servers[1].refuse = (code, "so it is")
+    config = EngineConfig(world_size=2, num_slots=1, max_seq_len=16)
+    pool = WorkerPool(config, [server.address for server in servers], epoch=3)
+    with pytest.raises(GroupError, match=r"worker 1: .*so it is"):
+        await pool.connect(lambda progress: None, PATIENCE_S)
+    assert list(pool.ranks_at_fault()) == at_fault
+    await pool.close()
+    for server in servers:
+        await server.die()
