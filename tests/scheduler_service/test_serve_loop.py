@@ -116,7 +116,7 @@ async def test_the_next_command_goes_out_before_clients_are_told():
 
 
 async def test_tokens_of_a_late_result_come_before_the_deadline_that_it_passed():
-    kinds = await what_happens(delay_s=0.02, deadline_ns=time.monotonic_ns() + 5_000_000)
+    kinds = await what_happens(delay_s=0.5, deadline_ns=time.monotonic_ns() + 400_000_000)
     assert kinds == [StepCommand, TokenEvent, FinishedEvent]
 
 
