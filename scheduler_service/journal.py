@@ -26,8 +26,9 @@ __all__ = ["Journal", "JournalError", "RecordedCall"]
 
 _log = logging.getLogger(__name__)
 
-# What answers tell is joined for so long.
-_FLUSH_S = 0.05
+# What answers tell is joined for so long. What is lost with the process is computed again at once,
+# by one prefill, however much it is.
+_FLUSH_S = 0.1
 # A call that is not committed by then goes on without the journal.
 ACCEPT_TIMEOUT_S = 0.25
 # To write what is left at the end.
