@@ -136,6 +136,8 @@ class Reading(Source[Event]):
         self._heard_at = clock()
         self._silence_s = 0.0
         self._is_unread = False
+        # The present stream has begun.
+        self._is_heard = False
         self._num_sent = 0
         self._request: pb.GenerateRequest | None = None
         # By choice, as they come; how many there are is not known of an attached request.
@@ -172,6 +174,7 @@ class Reading(Source[Event]):
         return self._request
 
     def next_call(self) -> tuple[Any, Any]:
+        self._is_heard = False
         attaches = self._way is _Way.ATTACH
         for received in self._received.values():
             received.rewind(to_start=not attaches)
@@ -260,8 +263,9 @@ class Reading(Source[Event]):
             return _Way.ATTACH if isinstance(failure, UnavailableError) else None
         match failure:
             case UnavailableError():
-                # It drains, or has given the request up; another one, or the next, has not.
-                return _Way.SEND if attached else again
+                # After Accepted it is the request's own end: given up there, but not elsewhere.
+                # Else the server starts or drains.
+                return _Way.SEND if attached and self._is_heard else again
             case NotFoundError() | ExpiredError() if attached:
                 return _Way.SEND
             case OutOfRangeError() if self._way is _Way.ATTACH:
@@ -277,6 +281,7 @@ class Reading(Source[Event]):
         return None
 
     def _take_accepted(self, response: pb.GenerateResponse) -> Event | None:
+        self._is_heard = True
         if self._lost_at is not None:
             self._lost_s += self._clock() - self._lost_at
             self._lost_at = None
