@@ -84,14 +84,17 @@ class AnswerLog:
     end: FinishedEvent | None = None
 
     def add(self, event: Event) -> None:
-        """Takes the answer's next event. What a resumed request tells once more is dropped."""
+        """Takes the answer's next event. What a resumed request tells once more is dropped.
+
+        ValueError when events are missing before it.
+        """
         match event:
             case TokenEvent():
-                num_known = len(self.token_ids) - event.first_index
+                num_known = _num_known(len(self.token_ids), event.first_index)
                 self.token_ids.extend(event.token_ids[num_known:])
                 self.logprobs.extend(event.logprobs[num_known:])
             case PromptLogprobsEvent():
-                num_known = len(self.prompt_logprobs) + 1 - event.first_index
+                num_known = _num_known(len(self.prompt_logprobs) + 1, event.first_index)
                 self.prompt_logprobs.extend(event.logprobs[num_known:])
             case FinishedEvent():
                 self.end = event
@@ -114,3 +117,9 @@ class AnswerLog:
             1 + len(one.best_token_ids) for one in (*self.logprobs, *self.prompt_logprobs)
         )
         return 4 * len(self.token_ids) + _BYTES_PER_LOGPROB * num_logprobs
+
+
+def _num_known(next_index: int, first_index: int) -> int:
+    if first_index > next_index:
+        raise ValueError(f"an event begins at {first_index}, {next_index} was next")
+    return next_index - first_index

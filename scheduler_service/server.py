@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
@@ -39,7 +38,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._service = service
         self._config = config
         self._callers = callers
-        self._version = importlib.metadata.version("slotwise")
         self._started_ns = service.engine.now_ns()
 
     async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
@@ -218,7 +216,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _server_info(self) -> pb.GetServerInfoResponse:
         info = self._service.engine.info()
         return pb.GetServerInfoResponse(
-            version=self._version,
+            version=self._service.version,
             num_slots=info.geometry.num_slots,
             max_seq_len=info.geometry.max_seq_len,
             max_queue_len=self._config.max_queue_len,

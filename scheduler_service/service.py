@@ -146,6 +146,8 @@ class InferenceService:
         self.model = model
         self.engine = engine
         self.survival = survival or Survival()
+        # Reading it takes a millisecond.
+        self.version = importlib.metadata.version("slotwise")
         self.rejections = Rejections()
         # What a former life of the server has left goes on, if there is any.
         self.is_open = is_open
@@ -188,7 +190,7 @@ class InferenceService:
         return Setup(
             fingerprint=geometry.fingerprint,
             front=self.model.front,
-            version=importlib.metadata.version("slotwise"),
+            version=self.version,
             build=geometry.build,
             weight_dtype=geometry.weight_dtype,
             kv_dtype=geometry.kv_dtype,

@@ -65,6 +65,9 @@ NATIVE_USERS = {
     "gpu",
     "kernel_cases",
     "peers",
+    "rank",
+    # How the library was built.
+    "rank",
     "sampler",
 }
 
