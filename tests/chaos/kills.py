@@ -47,6 +47,7 @@ def main() -> int:
         )
         requests = make_requests(random.Random(seed), 3 * asked.streams, range(40, 240))
         began = time.monotonic()
+        chaos = None
         try:
             with chaos_on(service, asked.streams, seed, requests, num_by_client=2) as chaos:
                 report.strikes = chaos.log
@@ -73,8 +74,10 @@ def _strike(chaos: Chaos, kills: int) -> None:
         chaos.strike(fault)
 
 
-def told(chaos: Chaos) -> dict[str, object]:
-    """What the readers and the probes have seen."""
+def told(chaos: Chaos | None) -> dict[str, object]:
+    """What the readers and the probes have seen; nothing when it never came so far."""
+    if chaos is None:
+        return {}
     tally = chaos.readers.tally
     return {
         "streams ended": tally.num_ended,
@@ -82,7 +85,7 @@ def told(chaos: Chaos) -> dict[str, object]:
         "lost, doubled or changed": len(chaos.readers.faults),
         "connections lost and replaced by Attach": tally.num_reconnects,
         "starts of the scheduler": chaos.service.num_starts,
-        "liveness answers, s": spread(chaos.probes.liveness_s),
+        "liveness answers, s": spread(chaos.probes.liveness_s or [0]),
         "memory": growth(chaos.probes.memory),
         "statuses of broken connections": dict(tally.broken.most_common(8)),
     }

@@ -178,12 +178,17 @@ def timed(condition: Callable[[], object]) -> float:
 
 def growth(memory: list[tuple[float, dict[int, int]]]) -> dict[str, str]:
     """Of the processes that lived longest: resident MiB after a tenth of it, and at last."""
-    lives: dict[int, list[int]] = {}
-    for _, sizes in memory:
-        for pid, size in sizes.items():
-            lives.setdefault(pid, []).append(size)
-    longest = sorted(lives, key=lambda pid: -len(lives[pid]))[:3]
+    longest = sorted(lives_of(memory).items(), key=lambda one: len(one[1]))[-3:]
     return {
-        f"process {pid}": f"{lives[pid][len(lives[pid]) // 10] >> 20} -> {lives[pid][-1] >> 20} MiB"
-        for pid in longest
+        f"process {pid}": f"{life[len(life) // 10][1] >> 20} -> {life[-1][1] >> 20} MiB"
+        for pid, life in longest
     }
+
+
+def lives_of(memory: list[tuple[float, dict[int, int]]]) -> dict[int, list[tuple[float, int]]]:
+    """By process id: (time, resident bytes), in order."""
+    lives: dict[int, list[tuple[float, int]]] = {}
+    for at, sizes in memory:
+        for pid, size in sizes.items():
+            lives.setdefault(pid, []).append((at, size))
+    return lives

@@ -334,7 +334,8 @@ class Readers:
             self.tally.num_ended += 1
 
     def _run(self, rng: random.Random, by_client: bool) -> None:
-        with dial(self._address) as channel, Client(self._address) as client:
+        client = Client(self._address, reconnect_timeout=GIVE_UP_S)
+        with dial(self._address) as channel, client:
             while not self._stop.is_set():
                 want = rng.choice(self._wants)
                 try:

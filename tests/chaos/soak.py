@@ -20,6 +20,7 @@ import grpc
 
 from chaos.chaos import FLAGS, Chaos, chaos_on, kill_rank, watchdog
 from chaos.kills import told
+from chaos.probes import lives_of
 from chaos.readers import LostError, Reading, Want, make_requests
 from chaos.report import Report
 from chaos.service import Service, dial
@@ -31,7 +32,8 @@ CLIENTS = 12
 STREAMS = 2
 CANCELLED, LATE, INVALID = 0.30, 0.05, 0.02
 KILLS = 0.01
-# Of a process, from its first tenth to its end.
+# Of a process, from its first tenth, and from when it has loaded and served all kinds, to its end.
+SETTLED_S = 60.0
 MEMORY_GROWTH = 1.03
 # What the allocator of a process this small may round.
 MEMORY_SLACK_BYTES = 8 << 20
@@ -44,8 +46,9 @@ _WEIGHTS = (CANCELLED, LATE, INVALID, 1 - CANCELLED - LATE - INVALID)
 class Soak:
     """Runs the mix beside the readers of a chaos, and kills a rank every so many requests."""
 
-    def __init__(self, chaos: Chaos, seed: int) -> None:
-        self.outcomes: Counter[str] = Counter()
+    def __init__(self, chaos: Chaos, seed: int, outcomes: Counter[str]) -> None:
+        """outcomes: where each request's end is counted."""
+        self._outcomes = outcomes
         self._chaos = chaos
         self._seed = seed
         self._lock = threading.Lock()
@@ -68,7 +71,7 @@ class Soak:
         (kind,) = rng.choices(_KINDS, _WEIGHTS)
         outcome = run_one(stub, rng.choice(self._chaos.wants), kind, rng)
         with self._lock:
-            self.outcomes[f"{kind}: {outcome}"] += 1
+            self._outcomes[f"{kind}: {outcome}"] += 1
 
 
 def run_one(stub: rpc.InferenceStub, want: Want, kind: str, rng: random.Random) -> str:
@@ -110,16 +113,16 @@ def _cancel(stub: rpc.InferenceStub, call: grpc.Call, request_id: str, rng: rand
 
 
 def memory_faults(memory: list[tuple[float, dict[int, int]]]) -> list[str]:
-    """Processes that grew beyond the bound."""
-    lives: dict[int, list[int]] = {}
-    for _, sizes in memory:
-        for pid, size in sizes.items():
-            lives.setdefault(pid, []).append(size)
+    """Processes that grew beyond the bound, of those that lived for long."""
     faults = []
-    for pid, sizes in lives.items():
-        early = sizes[len(sizes) // 10]
-        if len(sizes) > 100 and sizes[-1] > early * MEMORY_GROWTH + MEMORY_SLACK_BYTES:
-            faults.append(f"process {pid} grew from {early >> 20} to {sizes[-1] >> 20} MiB")
+    for pid, life in lives_of(memory).items():
+        began, (ended, last) = life[0][0], life[-1]
+        if ended - began < 2 * SETTLED_S:
+            continue
+        settled = max(began + SETTLED_S, began + (ended - began) / 10)
+        early = next(size for at, size in life if at >= settled)
+        if last > early * MEMORY_GROWTH + MEMORY_SLACK_BYTES:
+            faults.append(f"process {pid} grew from {early >> 20} to {last >> 20} MiB")
     return faults
 
 
@@ -135,11 +138,11 @@ def main() -> int:
         flags = (*FLAGS, "--num-slots", "8", "--max-seq-len", "512", "--retention", "20")
         service = Service(model, folder, flags)
         requests = make_requests(random.Random(seed), 200, range(1, 120))
+        chaos, outcomes = None, Counter[str]()
         try:
             with chaos_on(service, STREAMS, seed, requests) as chaos:
                 report.strikes = chaos.log
-                soak = Soak(chaos, seed)
-                soak.run(asked.requests)
+                Soak(chaos, seed, outcomes).run(asked.requests)
             faults = memory_faults(chaos.probes.memory)
             assert not faults, faults
         except (AssertionError, LostError) as error:
@@ -147,9 +150,9 @@ def main() -> int:
             report.facts["failed"] = str(error)[:2000]
             asked.out.mkdir(parents=True, exist_ok=True)
             (asked.out / "scheduler.log").write_text(service.log_file.read_text())
-        report.facts |= {"seed": seed, "requests": sum(soak.outcomes.values())}
+        report.facts |= {"seed": seed, "requests": sum(outcomes.values())}
         report.facts["minutes"] = round((time.monotonic() - began) / 60, 1)
-        report.facts["outcomes"] = dict(sorted(soak.outcomes.items()))
+        report.facts["outcomes"] = dict(sorted(outcomes.items()))
         report.facts |= told(chaos)
     report.write(asked.out)
     print(report)

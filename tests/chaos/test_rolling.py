@@ -79,7 +79,7 @@ def test_a_rolling_restart_loses_nothing(tiny_model, tmp_path, grace):
             readers.start()
             try:
                 goes_on(readers)
-                for service in pair * 2:
+                for service in pair:
                     restart(service, readers)
                 readers.stop()
             finally:
