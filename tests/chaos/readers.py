@@ -137,6 +137,8 @@ class Reading:
         self.request.request_id = request_id
         self.request.attach_window_ms = ATTACH_WINDOW_MS
         self.got = Generation()
+        # By choice, what Attach is asked for.
+        self._next: dict[int, int] = {}
         self._is_sent = False
         self._is_attached = False
 
@@ -146,13 +148,14 @@ class Reading:
         if not self._is_sent:
             self._is_sent = True
             self.got = Generation()
+            self._next = {}
             # No deadline: it would be of the wall clock, which some faults turn.
             return stub.Generate(self.request)
         # Each connection begins with Accepted, and tells of each choice's end.
         self.got.accepted = None
         for answer in self.got.answers:
             answer.finished = None
-        first, *others = (len(answer.token_ids) for answer in self.got.answers)
+        first, *others = (self._next.get(index, 0) for index in range(len(self.got.answers)))
         return stub.Attach(
             pb.AttachRequest(
                 request_id=self.request.request_id,
@@ -175,6 +178,8 @@ class Reading:
         delta = response.delta
         wanted = self._want.generation.answers[delta.index].token_ids
         end = delta.first_token_index + len(delta.token_ids)
+        # Text that was held back till the end counts as one.
+        self._next[delta.index] = end if delta.token_ids else end + 1
         if list(delta.token_ids) != wanted[delta.first_token_index : end]:
             raise LostError(
                 f"{self}: tokens {delta.first_token_index} to {end} of choice {delta.index} are "
