@@ -1,12 +1,13 @@
 """The synchronous client."""
 
+import atexit
 import contextlib
 import functools
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
@@ -168,7 +169,9 @@ class _Ender:
     call gRPC.
     """
 
-    def __init__(self, channel: Any, metadata: Any) -> None:
+    def __init__(self, channel: Any, metadata: Any, streams: "Iterable[Stream[Any]]") -> None:
+        """`streams`: those whose requests end with the program."""
+        self._streams = streams
         self._cancel = channel.unary_unary(
             protocol.CANCEL.path,
             request_serializer=protocol.CANCEL.serialize,
@@ -186,6 +189,7 @@ class _Ender:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True)
                 self._thread.start()
+                atexit.register(self.close)
 
     def end(self, request_id: str, wait_s: float) -> None:
         """Cancel a request, if it is there; wait so long for the answer."""
@@ -193,6 +197,12 @@ class _Ender:
         self._queue.put((request_id, done))
         if wait_s:
             done.wait(wait_s)
+
+    def close(self) -> None:
+        """End the requests of all streams, and wait a second for that."""
+        for stream in list(self._streams):
+            stream._drop(0.0)
+        self.stop(CANCEL_TIMEOUT_S)
 
     def stop(self, wait_s: float) -> None:
         """When all before it are cancelled; wait so long for that."""
@@ -208,6 +218,7 @@ class _Ender:
             with contextlib.suppress(grpc.RpcError, ValueError):
                 self._cancel(request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata)
             done.set()
+        atexit.unregister(self.close)
 
 
 class Client:
@@ -248,8 +259,8 @@ class Client:
             self._channel = grpc.insecure_channel(target, connection.options)
         else:
             self._channel = grpc.secure_channel(target, connection.credentials, connection.options)
-        self._ender = _Ender(self._channel, connection.metadata)
         self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
+        self._ender = _Ender(self._channel, connection.metadata, self._streams)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -408,9 +419,7 @@ class Client:
     def close(self) -> None:
         """Close the connection; running streams are cancelled."""
         self._connection.is_closed = True
-        for stream in list(self._streams):
-            stream._drop(0.0)
-        self._ender.stop(CANCEL_TIMEOUT_S)
+        self._ender.close()
         self._channel.close()
 
     def __enter__(self) -> Self:

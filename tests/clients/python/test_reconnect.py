@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import subprocess
+import sys
 import threading
 from collections import deque
 
@@ -417,6 +419,26 @@ def test_what_has_ended_is_not_cancelled_and_detached_neither(lossy):
         assert list(left) == []
         assert [type(event) for event in client.attach("left")][-1] is Finished
     assert lossy.script.cancelled == []
+
+
+EXITS = """
+import sys
+from slotwise_client import Client
+client = Client(sys.argv[1])
+stream = client.generate("x", request_id="mine")
+next(stream)
+if sys.argv[2] == "dropped":
+    del stream, client
+"""
+
+
+@pytest.mark.parametrize("what", ["open", "dropped"])
+def test_the_end_of_the_program_ends_its_requests(lossy, what):
+    lossy.script.blocked = True
+    command = [sys.executable, "-c", EXITS, lossy.address, what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert lossy.script.cancelled == ["mine"]
 
 
 def test_closing_while_it_waits_for_the_server_ends_the_iteration(lossy):
