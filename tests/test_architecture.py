@@ -65,7 +65,6 @@ NATIVE_USERS = {
     "gpu",
     "kernel_cases",
     "peers",
-    "rank",
     # How the library was built.
     "rank",
     "sampler",
