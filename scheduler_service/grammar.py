@@ -95,7 +95,8 @@ class GrammarCompiler:
         try:
             num_bytes = self._try(spec, leading, is_slow)
         except InvalidArgumentError as error:
-            self._refused.put(key, error)
+            # A new one: this one's traceback holds the whole request.
+            self._refused.put(key, InvalidArgumentError(error.field, error.description))
             raise
         self._make_room(num_bytes)
 

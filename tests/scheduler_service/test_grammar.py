@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 import time
+import weakref
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -437,6 +440,21 @@ def test_a_mask_that_runs_over_its_bound_names_the_constraint(byte_level):
     with pytest.raises(ConstraintError, match="grammar: too complex to be followed after") as error:
         constraint.advance(byte_level.ids("ccbbbb"))
     assert "consider" not in str(error.value)
+
+
+def test_a_refusal_keeps_nothing_of_its_request(byte_level):
+    """2,000 refusals are remembered; a request may have 60 MB."""
+
+    def refuse(prompt):
+        with pytest.raises(InvalidArgumentError):
+            byte_level.compile("regex", "(of-this-test")
+
+    prompt = array("I", range(10))
+    kept = weakref.ref(prompt)
+    refuse(prompt)
+    del prompt
+    gc.collect()
+    assert kept() is None
 
 
 def test_what_cannot_be_followed_at_all_is_refused_at_once(byte_level):
