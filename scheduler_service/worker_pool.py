@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from .config import is_loopback
 from .engine_types import EngineConfig, EngineInfo, Geometry, LoadProgress, WorkerConfigured
 from .errors import DigestMismatchError, GroupError, SetupError, WorkerLostError
 from .step import StepCommand, StepResult
@@ -20,7 +21,6 @@ _log = logging.getLogger(__name__)
 
 # A rank may tell that it lost a peer before the peer's stream is seen to be broken.
 _CAUSE_S = 0.2
-_LOCAL_HOSTS = ("localhost", "127.", "[::1]")
 
 
 def agree_on_setup(
@@ -123,7 +123,7 @@ def check_tokens(result: StepResult, vocab_size: int) -> None:
 
 def is_local(address: str) -> bool:
     """Whether the worker at this address runs on this host."""
-    return address.startswith(("unix:", *_LOCAL_HOSTS))
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
 
 def choose_rendezvous(config: EngineConfig, addresses: Sequence[str]) -> str:

@@ -38,6 +38,8 @@ LOCAL = ("unix:/a.sock", "unix:/b.sock")
         ("[::1]:1", True),
         ("10.0.0.1:1", False),
         ("worker-0:1", False),
+        ("localhost.example:1", False),
+        ("127.example:1", False),
     ],
 )
 def test_is_local(address, local):
