@@ -31,6 +31,8 @@ class Received:
         self._text = _Text()
         self._reasoning = _Text()
         self._calls: list[_Call] = []
+        # The present stream may repeat what came.
+        self._repeats = False
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +41,7 @@ class Received:
 
     def rewind(self, *, to_start: bool) -> None:
         """Another stream follows: from the start, or from token `num_tokens` on."""
+        self._repeats = True
         self._token = self._first_index if to_start else self.num_tokens
         for text in self._texts():
             text.rewind(to_start)
@@ -50,8 +53,13 @@ class Received:
 
         DifferenceError when the rest is not what came; InternalError when something is missing.
         """
-        has_tokens = bool(delta.token_ids)
+        num_new = len(delta.token_ids)
+        has_tokens = num_new > 0
         self._take_tokens(delta)
+        if not self._repeats and not delta.reasoning_text and not delta.tool_calls:
+            # Nearly always so.
+            self._text.add(delta.text, has_tokens)
+            return bool(num_new or delta.text)
         delta.text = self._text.take(delta.text, "text")
         delta.reasoning_text = self._reasoning.take(delta.reasoning_text, "reasoning")
         if delta.tool_calls:
@@ -61,6 +69,8 @@ class Received:
                 text.mark()
             for call in self._calls:
                 call.mark()
+            # What came behind the last token may still be repeated.
+            self._repeats = not all(text.is_at_end for text in self._all_texts())
         return bool(delta.token_ids or delta.text or delta.reasoning_text or delta.tool_calls)
 
     def finish(self) -> bool:
@@ -88,12 +98,11 @@ class Received:
 
     def _compare(self, delta: pb.Delta, num_known: int) -> None:
         begin = delta.first_token_index
-        known = self._token_ids[begin - self._first_index :]
-        for i in range(num_known):
-            if delta.token_ids[i] != known[i]:
-                raise DifferenceError(
-                    f"token {begin + i} is {delta.token_ids[i]} and was {known[i]}"
-                )
+        place = begin - self._first_index
+        known = self._token_ids[place : place + num_known]
+        for i, (new, old) in enumerate(zip(delta.token_ids, known, strict=False), begin):
+            if new != old:
+                raise DifferenceError(f"token {i} is {new} and was {old}")
 
     def _take_calls(self, delta: pb.Delta) -> None:
         parts = list(delta.tool_calls)
@@ -114,6 +123,10 @@ class Received:
         yield self._text
         yield self._reasoning
 
+    def _all_texts(self) -> Iterator["_Text"]:
+        yield from self._texts()
+        yield from (call.arguments for call in self._calls)
+
 
 class _Text:
     """A text as it came, how far the present stream is in it, and how far the last token's was."""
@@ -123,6 +136,20 @@ class _Text:
         self._length = 0
         self._at = 0
         self._mark = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """The present stream goes on where the text ends."""
+        return self._at == self._length
+
+    def add(self, piece: str, with_token: bool) -> None:
+        """What is new in any case."""
+        if piece:
+            self._pieces.append(piece)
+            self._length += len(piece)
+            self._at = self._length
+        if with_token:
+            self._mark = self._length
 
     def mark(self) -> None:
         """The last token came with what the present stream has told."""
@@ -156,7 +183,7 @@ class _Call:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._arguments = _Text()
+        self.arguments = _Text()
         self._was_told = False
         # The present stream has told of it; and had when the last token came.
         self._is_open = False
@@ -164,11 +191,11 @@ class _Call:
 
     def mark(self) -> None:
         self._mark = self._is_open
-        self._arguments.mark()
+        self.arguments.mark()
 
     def rewind(self, to_start: bool) -> None:
         self._is_open = not to_start and self._mark
-        self._arguments.rewind(to_start)
+        self.arguments.rewind(to_start)
 
     def take(self, part: pb.ToolCallDelta) -> bool:
         """Cut a part to what is new; whether anything is. The id that came first stays."""
@@ -182,5 +209,5 @@ class _Call:
                 )
             part.ClearField("id")
             part.ClearField("name")
-        part.arguments_json = self._arguments.take(part.arguments_json, "tool call")
+        part.arguments_json = self.arguments.take(part.arguments_json, "tool call")
         return is_new or bool(part.arguments_json)
