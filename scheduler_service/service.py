@@ -35,13 +35,16 @@ from .json_file import ModelFilesError
 from .model_files import ModelInfo, front_hash, read_model_info
 from .prompts import PromptReader
 from .record import CallRecord, JournalState, Setup
-from .request import FinishReason, Request, failed_event
+from .request import NO_CLIENT_LIMITS, ClientLimits, FinishReason, Request, failed_event
 from .request_stream import RequestStream
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
 from .validation import ModelLimits, check_call, check_fits, make_requests, text_options
 
 log = logging.getLogger(__name__)
+
+# Between a client's name and its cache_salt; no name holds it.
+_CLIENT_MARK = "\x1f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +220,7 @@ class InferenceService:
         if is_whole:
             check_fits(requests)
         await self._constrain(call, requests)
-        for request in requests:
-            request.client = accepting.caller.name
-            request.client_limits = accepting.caller.limits
+        _mark(requests, accepting.caller.name, accepting.caller.limits)
         record = self._record(accepting, requests, prompt.opens_reasoning)
         stream = self.engine.submit(requests)
         accepted = Call(record, tuple(requests), stream, call.attach_window_s)
@@ -284,6 +285,7 @@ class InferenceService:
             again, record.prompt_token_ids, self.limits(), arrival_ns, accepting.deadline_ns
         )
         await self._constrain(again, requests)
+        _mark(requests, accepting.caller.name, accepting.caller.limits)
         its_own = replace(
             record,
             call_id=requests[0].call_id,
@@ -307,8 +309,8 @@ class InferenceService:
             named, record.prompt_token_ids, self.limits(), self.engine.now_ns(), deadline_ns
         )
         stream = RequestStream(record.call_id, 0, len(requests))
+        _mark(requests, record.client, NO_CLIENT_LIMITS)
         for request, answer in zip(requests, recorded.answers, strict=True):
-            request.client = record.client
             request.generated_token_ids = list(answer.token_ids)
             request.num_prompt_logprobs_told = len(answer.prompt_logprobs)
             stream.logs[request.request_id] = answer
@@ -416,6 +418,16 @@ class InferenceService:
             tokenizer.detokenizer(at_text_start=call.is_chat), text_options(call, request)
         )
         return Answer(self.engine, request, text, tokenizer.tokens, parser, place)
+
+
+def _mark(requests: Sequence[Request], client: str, limits: ClientLimits) -> None:
+    """Whose requests they are. How long a prompt takes would tell who else has sent it, so clients
+    share no prefixes with each other."""
+    for request in requests:
+        request.client = client
+        request.client_limits = limits
+        if client:
+            request.cache_salt = f"{client}{_CLIENT_MARK}{request.cache_salt}"
 
 
 async def _follow(request: Request) -> None:

@@ -450,3 +450,14 @@ async def test_another_set_up_does_not_go_on(service, engine, model):
         assert update.text == "a"
         with pytest.raises(Exception, match="build is 'another'"):
             await generation.next()
+
+
+async def test_clients_share_no_prefixes_with_each_other(service, engine):
+    """Who is told apart; a salt of a client's own tells its tenants apart."""
+    callers = [Caller(name, is_operator=False) for name in ("alice", "bob")]
+    for number, caller in enumerate([*callers, ME]):
+        for salt in ("", "t"):
+            asked = replace(call(cache_salt=salt), request_id=f"{number}{salt}")
+            await service.begin(asked, Accepting(caller, b""))
+    assert len({request.cache_salt for request in engine.requests}) == 6
+    assert [request.cache_salt for request in engine.requests[-2:]] == ["", "t"]

@@ -1,21 +1,13 @@
 """`slotwise serve`: start the scheduler, show its progress, say when it is ready, end with it."""
 
-import signal
-import socket
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from .demo_model import ensure_demo_model
+from .keeper import Keeper, forwarding_signals
 from .output import CliError, Output, Report
-from .server_process import Event, ServerProcess, report_event, scheduler_command
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
@@ -107,13 +99,18 @@ def serve(
     no_operator_calls: Annotated[
         bool, typer.Option("--no-operator-calls", help="Do not serve ListSlots and FlushCache.")
     ] = False,
+    no_restart: Annotated[
+        bool, typer.Option("--no-restart", help="End when the server is killed.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str | None, typer.Option(help="text or json \\[text].")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Serve a model over gRPC until SIGTERM or Ctrl-C."""
+    """Serve a model over gRPC until SIGTERM or Ctrl-C.
+
+    A server that is killed is started anew; with --journal its requests go on.
+    """
     output = Output(as_json)
-    started = time.monotonic()
     flags = server_flags(
         host=host,
         port=port,
@@ -149,17 +146,9 @@ def serve(
     )
     with output.progress() as report:
         folder = model_folder(model, report)
-    server = ServerProcess(scheduler_command(folder, flags), _log_to_stderr)
-    with _forwarding_signals(server):
-        ready = _follow_until_ready(server, output)
-        if ready is None:
-            return
-        _announce(ready, time.monotonic() - started, output)
-        for event in server.events():
-            if as_json:
-                output.json(event)
-        if server.wait():
-            raise server.failure()
+    keeper = Keeper(folder, flags, output, restarts=not no_restart)
+    with forwarding_signals(keeper):
+        keeper.run()
 
 
 def server_flags(**settings: str | float | None) -> list[str]:
@@ -172,73 +161,3 @@ def server_flags(**settings: str | float | None) -> list[str]:
         elif value is not None and value is not False:
             flags += [flag, str(value)]
     return flags
-
-
-def _follow_until_ready(server: ServerProcess, output: Output) -> Event | None:
-    """The ready event; None when the child was told to end before, CliError when it failed."""
-    with output.progress() as report:
-        for event in server.events():
-            if event.get("event") == "ready":
-                return event
-            report_event(event, report)
-            if output.as_json:
-                output.json(event)
-    if server.wait():
-        raise server.failure()
-    return None
-
-
-def _announce(ready: Event, seconds: float, output: Output) -> None:
-    if output.as_json:
-        output.json({**ready, "seconds": round(seconds, 2)})
-        return
-    num_slots, max_running = ready["num_slots"], ready["max_running"]
-    running = "" if max_running == num_slots else f"{max_running} run at once, "
-    output.line(
-        f"Slotwise ready: {ready['model']} on {ready['address']} ({num_slots} slots x "
-        f"{ready['max_seq_len']} tokens, {running}{ready['device']}, {ready['weight_dtype']}, "
-        f"TP {ready['tp']}, {seconds:.1f} s)"
-    )
-
-
-@contextmanager
-def _forwarding_signals(server: ServerProcess) -> Iterator[None]:
-    """Pass SIGTERM and SIGINT on to the child, whatever this process is doing.
-
-    The loss of the terminal is SIGTERM to it: it drains.
-
-    A Python handler may wait for the main thread to wake up from a lock; the byte that the
-    interpreter writes on arrival does not.
-    """
-    arrivals, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def forward() -> None:
-        while number := arrivals.recv(1):
-            signum = number[0]
-            server.send_signal(signal.SIGTERM if signum == signal.SIGHUP else signum)
-
-    forwarder = threading.Thread(target=forward, daemon=True)
-    forwarder.start()
-    before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    signals = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signals.append(signal.SIGHUP)
-    before = {signum: signal.signal(signum, _nothing) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(before_fd)
-        writer.close()
-        forwarder.join()
-        arrivals.close()
-
-
-def _nothing(signum: int, frame: FrameType | None) -> None:
-    """In place of the default action; the wake-up byte has told already."""
-
-
-def _log_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from certificates import Authority
 
 from checkpoints import make_checkpoint
-from slotwise_cli.serve import _forwarding_signals, server_flags
+from slotwise_cli.keeper import forwarding_signals
+from slotwise_cli.serve import server_flags
+from slotwise_client import Client, Delta
 
 TIMEOUT_S = 120
 
@@ -148,7 +152,7 @@ def test_a_signal_is_passed_on_although_the_main_thread_sleeps():
     other = threading.Thread(target=release.wait, daemon=True)
     other.start()
     try:
-        with _forwarding_signals(Child()):
+        with forwarding_signals(Child()):
             # Taken by another thread, the signal does not wake this one from its lock.
             sender = threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGTERM))
             sender.start()
@@ -201,3 +205,51 @@ def test_flags_are_sent_only_when_set():
         "--kv-dtype",
         "bfloat16",
     ]
+
+
+def scheduler_of(server: subprocess.Popen[str]) -> int:
+    (pid,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    return int(pid)
+
+
+def test_a_scheduler_that_is_killed_is_started_anew(checkpoint, tmp_path):
+    """On the same port; its requests go on from the journal."""
+    server = start(str(checkpoint), "--port", "0", "--json", "--journal", str(tmp_path / "j"))
+    try:
+        first = ready_event(server)
+        with Client(first["address"]) as client:
+            options = {"max_new_tokens": 200, "ignore_eos": True, "seed": 1, "temperature": 1.0}
+            want = client.complete([5, 6], **options).token_ids
+            got = []
+            for event in client.generate([5, 6], **options):
+                if not isinstance(event, Delta):
+                    continue
+                if not got:
+                    os.kill(scheduler_of(server), signal.SIGKILL)
+                got += event.token_ids
+            assert tuple(got) == tuple(want)
+        assert ready_event(server)["address"] == first["address"]
+        server.send_signal(signal.SIGTERM)
+        _, err = server.communicate(timeout=TIMEOUT_S)
+        assert server.returncode == 0
+        assert "killed by signal 9" in err
+        assert "started anew" in err
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_it_ends_with_a_killed_scheduler_when_asked_to(checkpoint):
+    server = start(str(checkpoint), "--port", "0", "--json", "--no-restart")
+    ready_event(server)
+    os.kill(scheduler_of(server), signal.SIGKILL)
+    _, err = server.communicate(timeout=TIMEOUT_S)
+    assert server.returncode == 137
+    assert "killed by signal 9" in err
+
+
+def ready_event(server: subprocess.Popen[str]) -> dict:
+    while True:
+        event = json.loads(server.stdout.readline())
+        if event["event"] == "ready":
+            return event
