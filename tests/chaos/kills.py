@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -30,8 +31,9 @@ from slotwise_cli.demo_model import ensure_demo_model
 
 # Faults by how often of 100 they come.
 MIX = {kill_rank: 60, kill_all_ranks: 5, kill_scheduler: 25, kill_scheduler_and_rank: 10}
-# A kill comes so long after the first new token, at most.
-PAUSE_S = 2.0
+# A kill comes so long after the first new token, at most: now and then before all streams go on,
+# which do so one after another.
+PAUSE_S = 8.0
 BOUND_S = 4 * 3600
 
 
@@ -41,11 +43,13 @@ def main() -> int:
     model = Path(asked.model) if asked.model else ensure_demo_model()
     report = Report("chaos")
     watchdog(BOUND_S, "chaos").start()
+    # Who stops it gets the report of what was done.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         service = Service(
             model, Path(folder), (*FLAGS, "--num-slots", "8", "--max-seq-len", "1024")
         )
-        requests = make_requests(random.Random(seed), 3 * asked.streams, range(40, 240))
+        requests = make_requests(random.Random(seed), 2 * asked.streams, range(40, 160))
         began = time.monotonic()
         chaos = None
         try:

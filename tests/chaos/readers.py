@@ -23,6 +23,8 @@ from slotwise_client import Client, Delta
 ATTACH_WINDOW_MS = 200_000
 # Longer than any recovery: a stream that stands for so long is lost.
 GIVE_UP_S = 180.0
+# Of slotwise_client: where faults come without end, a stream may wait through many recoveries.
+CLIENT_GIVE_UP_S = 3600.0
 _RETRY_S = 0.05
 _CODES_OF_A_LOST_PEER = (
     grpc.StatusCode.INTERNAL,
@@ -339,7 +341,7 @@ class Readers:
             self.tally.num_ended += 1
 
     def _run(self, rng: random.Random, by_client: bool) -> None:
-        client = Client(self._address, reconnect_timeout=GIVE_UP_S)
+        client = Client(self._address, reconnect_timeout=CLIENT_GIVE_UP_S)
         with dial(self._address) as channel, client:
             while not self._stop.is_set():
                 want = rng.choice(self._wants)

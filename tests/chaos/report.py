@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 from collections.abc import Sequence
@@ -74,6 +75,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {
         "median": round(statistics.median(ordered), 3),
-        "p90": round(ordered[int(0.9 * (len(ordered) - 1))], 3),
+        "p90": round(ordered[math.ceil(0.9 * len(ordered)) - 1], 3),
         "max": round(ordered[-1], 3),
     }

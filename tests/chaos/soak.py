@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -87,8 +88,9 @@ def run_one(stub: rpc.InferenceStub, want: Want, kind: str, rng: random.Random) 
             reading.take(response)
             if kind == "cancelled" and count == num_until_cancel:
                 _cancel(stub, call, reading.request.request_id, rng)
-        if reading.got.finished.finish_reason == pb.FINISH_REASON_CANCELLED:
-            reading.got.check_ended()
+        reading.got.check_ended()
+        reasons = [one.finished.finish_reason for one in reading.got.answers if one.finished]
+        if kind == "cancelled" and pb.FINISH_REASON_CANCELLED in reasons:
             return "Finished, CANCELLED"
         reading.check()
         return "Finished"
@@ -131,6 +133,7 @@ def main() -> int:
     seed = asked.seed if asked.seed is not None else random.SystemRandom().randrange(1 << 32)
     report = Report("soak")
     watchdog(BOUND_S, "soak").start()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
@@ -145,6 +148,8 @@ def main() -> int:
                 Soak(chaos, seed, outcomes).run(asked.requests)
             faults = memory_faults(chaos.probes.memory)
             assert not faults, faults
+        except KeyboardInterrupt:
+            report.facts["stopped early"] = True
         except (AssertionError, LostError) as error:
             print(error)
             report.facts["failed"] = str(error)[:2000]
