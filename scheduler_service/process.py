@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class Process:
-    """Serves until a signal. The first SIGTERM or SIGINT drains, the second ends at once."""
+    """Serves until a signal. The first SIGTERM or SIGINT drains, the second ends at once. SIGUSR1
+    drains too, and never counts as a second one."""
 
     def __init__(self, config: Config) -> None:
         """Must be made on a running event loop. ConfigError when the token file is not good."""
@@ -181,13 +182,17 @@ class Process:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal)
+        handlers = {
+            signal.SIGTERM: self._on_signal,
+            signal.SIGINT: self._on_signal,
+            signal.SIGUSR1: self._stop.set,
+        }
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:

@@ -19,9 +19,9 @@ _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 30.0
 # Starts in a row that fail.
 _MAX_TRIES = 5
-# Exit statuses of processes that were killed; of SIGTERM and SIGINT nobody is surprised.
+# Exit statuses of processes that were killed; of these, in their first moments, as they were told.
 _KILLED = 128
-_ASKED = {_KILLED + signal.SIGTERM, _KILLED + signal.SIGINT}
+_ASKED = {_KILLED + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 
 
 class TakesSignals(Protocol):
@@ -47,9 +47,14 @@ class Keeper:
         self._server = self._spawn()
 
     def send_signal(self, signum: int) -> None:
-        """Pass a signal on; no other scheduler follows."""
+        """Pass a signal on; no other scheduler follows.
+
+        The first one as the signal that only drains: who sends it to all processes of a service has
+        sent it to the scheduler too, and a second one would end what runs.
+        """
+        is_first = not self._is_told.is_set()
         self._is_told.set()
-        self._server.send_signal(signum)
+        self._server.send_signal(signal.SIGUSR1 if is_first else signum)
 
     def run(self) -> None:
         """Return when the scheduler has ended as it was told. CliError when it fails."""

@@ -18,7 +18,7 @@ from certificates import Authority
 from checkpoints import make_checkpoint
 from slotwise_cli.keeper import forwarding_signals
 from slotwise_cli.serve import server_flags
-from slotwise_client import Client, Delta
+from slotwise_client import Client, Delta, UnavailableError
 
 TIMEOUT_S = 120
 
@@ -237,6 +237,31 @@ def test_a_scheduler_that_is_killed_is_started_anew(checkpoint, tmp_path):
     finally:
         server.kill()
         server.communicate()
+
+
+def test_a_signal_to_all_processes_drains(tmp_path):
+    """As systemd and others send it; one more to `serve` ends at once."""
+    make_checkpoint(tmp_path, "qwen3", tokenizer=True, max_position_embeddings=4096)
+    for is_hasty in (False, True):
+        server = start(str(tmp_path), "--port", "0", "--json")
+        address = ready_event(server)["address"]
+        with Client(address, reconnect=False) as client:
+            options = {"max_new_tokens": 1500, "ignore_eos": True, "seed": 1}
+            stream = client.generate([5, 6], **options)
+            tokens = 0
+            while not tokens:
+                tokens += len(getattr(next(stream), "token_ids", ()))
+            for pid in (scheduler_of(server), server.pid):
+                os.kill(pid, signal.SIGTERM)
+            if is_hasty:
+                os.kill(server.pid, signal.SIGTERM)
+                with pytest.raises(UnavailableError):
+                    list(stream)
+            else:
+                tokens += sum(len(getattr(event, "token_ids", ())) for event in stream)
+                assert tokens == 1500
+        server.communicate(timeout=TIMEOUT_S)
+        assert server.returncode == 0
 
 
 def test_it_ends_with_a_killed_scheduler_when_asked_to(checkpoint):
