@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -101,7 +102,7 @@ class FolderMaker:
         name = rng.choice([WEIGHTS, *SHARDS])
         entries, data = _parts({**self._whole, **self._split}[name])
         if rng.random() < 0.02:
-            entries = dict(_many_entries(rng.choice([1000, 100_000, 1_000_000])))
+            entries = dict(_many_entries(rng.choice([1000, 50_000, 300_000])))
         for _ in range(rng.choice([1, 1, 2])):
             _change_entry(rng, entries)
         return {name: with_header(to_json(rng, entries), data)}, {}
@@ -229,7 +230,7 @@ def change_json(rng: random.Random, value: Any) -> None:
             case 1 if isinstance(value, dict):
                 value[rng.choice(["", "\0", "x" * 3000, "id", "type"])] = value.pop(key)
             case _:
-                value[key] = rng.choice(STRANGE)
+                value[key] = _strange(rng)
         return
 
 
@@ -266,9 +267,14 @@ def _change_entry(rng: random.Random, entries: dict[str, Any]) -> None:
             new = rng.choice(["", "\0", "a\0b", "\ud7ff", "x" * 100_000, "__metadata__", "../x"])
             entries[new] = entries.pop(name)
         case 5:
-            entries[name] = rng.choice(STRANGE)
+            entries[name] = _strange(rng)
         case 6:
             change_json(rng, entries)
+
+
+def _strange(rng: random.Random) -> Any:
+    """One of its own: it may be changed again."""
+    return copy.deepcopy(rng.choice(STRANGE))
 
 
 def _rope_scaling(rng: random.Random) -> Any:

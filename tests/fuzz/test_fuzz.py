@@ -55,6 +55,13 @@ def test_a_body_follows_from_its_number():
     assert len({body.made_by for body in bodies}) >= 6
 
 
+def test_a_folder_follows_from_its_number(tmp_path):
+    first, again = (FolderMaker(3, tmp_path / name) for name in "ab")
+    damages = [first.damage(number) for number in range(60)]
+    files = [damage.files for damage in damages]
+    assert [again.damage(n).files for n in reversed(range(60))] == files[::-1]
+
+
 def test_fields_are_cut_and_joined():
     for message in GENERATE:
         data = message.SerializeToString()
