@@ -54,10 +54,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"# {self.title}", ""]
         lines += [f"- {name}: {value}" for name, value in self.facts.items()]
-        lines += [
-            "",
-            "Seconds after the fault, as median / p90 / most:",
-            "",
+        lines += ["", "Seconds after the fault, as median / p90 / most:", "", *self.table()]
+        return "\n".join(lines) + "\n"
+
+    def table(self) -> list[str]:
+        """Lines of Markdown: each kind of fault, and all."""
+        lines = [
             "| fault | times | NOT_SERVING | ready | first new token |",
             "|---|---|---|---|---|",
         ]
@@ -67,7 +69,7 @@ class Report:
                 for kind in ("not_serving_s", "ready_s", "first_token_s")
             ]
             lines.append(f"| {name} | {group['count']['count']} | {' | '.join(cells)} |")
-        return "\n".join(lines) + "\n"
+        return lines
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from chaos.chaos import (
     stop_scheduler,
 )
 from chaos.readers import make_requests
+from chaos.report import Report
 from chaos.service import Service
 from checkpoints import make_checkpoint
 
@@ -48,13 +49,18 @@ def shuffled(plan: tuple[Callable[[Chaos], None], ...], seed: int) -> list[Calla
     return random.Random(seed).sample(plan, len(plan))
 
 
-def test_streams_survive(tiny_model, tmp_path):
-    """B34, B35, B37: no token lost, doubled or changed, nothing left behind."""
+def test_streams_survive(tiny_model, tmp_path, capsys):
+    """B34, B35, B37: no token lost, doubled or changed, nothing left behind.
+
+    The times that are promised are told, not asserted: other programs may keep the cores busy.
+    """
     service = Service(tiny_model, tmp_path, (*FLAGS, "--num-slots", "4"))
     requests = make_requests(random.Random(SEED), 16, range(20, 200))
     with chaos_on(service, STREAMS, SEED, requests, num_by_client=2) as chaos:
         for fault in shuffled(PLAN, SEED):
             chaos.strike(fault)
+    with capsys.disabled():
+        print("\n" + "\n".join(Report("short chaos", strikes=chaos.log).table()))
 
 
 def test_a_changed_token_is_noticed(tiny_model, tmp_path):
