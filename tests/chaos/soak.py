@@ -66,6 +66,12 @@ class Soak:
                 for future in batch:
                     future.result()
                 self._chaos.check()
+            self._check_counters(stub.GetLoad(pb.GetLoadRequest()).requests)
+
+    def _check_counters(self, counted: pb.RequestCounters) -> None:
+        assert (counted.error, counted.poisoned, counted.slow_reader) == (0, 0, 0), counted
+        invalid = self._outcomes["invalid: INVALID_ARGUMENT"]
+        assert counted.rejected_invalid == invalid, f"{invalid} were invalid: {counted}"
 
     def _one(self, stub: rpc.InferenceStub, place: int) -> None:
         rng = random.Random(f"{self._seed} {place}")
@@ -81,7 +87,7 @@ def run_one(stub: rpc.InferenceStub, want: Want, kind: str, rng: random.Random) 
     if kind == "invalid":
         reading.request.token_ids.ids.append(1 << 20)
     timeout = rng.uniform(0.001, 0.1) if kind == "late" else TIMEOUT_S
-    num_until_cancel = rng.randrange(20)
+    num_until_cancel = rng.randrange(5)
     call = stub.Generate(reading.request, timeout=timeout)
     try:
         for count, response in enumerate(call):

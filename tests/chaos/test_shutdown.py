@@ -7,15 +7,15 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
-from chaos.readers import Want, make_requests, undisturbed
-from chaos.service import Service, check_nothing_left, dial, shared_memory
+from chaos.readers import make_requests, undisturbed
+from chaos.service import Service, check_nothing_left, dial, poll, shared_memory
 from checkpoints import make_checkpoint
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
@@ -32,29 +32,31 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def under_load(
-    model: Path, folder: Path, *flags: str
-) -> Iterator[tuple[Service, list, list[Want]]]:
-    """A service, long streams past their first tokens as futures of all, and what they shall be."""
+def serving(model: Path, folder: Path, *flags: str) -> Iterator[Service]:
     service = Service(model, folder, (*FLAGS, *flags))
-    requests = make_requests(random.Random(3), 3, range(400, 500))
-    for request in requests:
-        request.ClearField("n")
     try:
         service.start()
         service.wait_ready()
-        wants = undisturbed(service.address, requests, STREAMS)
-        with dial(service.address) as channel, ThreadPoolExecutor(STREAMS) as pool:
-            stub = rpc.InferenceStub(channel)
-            calls = [stub.Generate(want.request, timeout=WAIT_S) for want in wants]
-            begun = [_until_first_token(call) for call in calls]
-            yield (
-                service,
-                [pool.submit(_rest, *one) for one in zip(calls, begun, strict=True)],
-                wants,
-            )
+        yield service
     finally:
         service.end()
+
+
+def long_requests(num_tokens: int) -> list[pb.GenerateRequest]:
+    """Of one answer each."""
+    return make_requests(random.Random(3), 3, range(num_tokens, num_tokens + 1))
+
+
+@contextlib.contextmanager
+def streams_of(
+    service: Service, requests: list[pb.GenerateRequest]
+) -> Iterator[list[Future[list[int]]]]:
+    """Streams past their first tokens; each gives all of them, or the error that it ends with."""
+    with dial(service.address) as channel, ThreadPoolExecutor(STREAMS) as pool:
+        stub = rpc.InferenceStub(channel)
+        calls = [stub.Generate(request, timeout=WAIT_S) for request in requests]
+        begun = [_until_first_token(call) for call in calls]
+        yield [pool.submit(_rest, *one) for one in zip(calls, begun, strict=True)]
 
 
 def _until_first_token(call: grpc.Call) -> list[int]:
@@ -83,7 +85,11 @@ def signal_all(pids: list[int], number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_all_drains(tiny_model, tmp_path, number):
     """B41: streams end whole although their workers got the signal too; then nothing is left."""
-    with under_load(tiny_model, tmp_path) as (service, streams, wants):
+    requests = long_requests(450)
+    with contextlib.ExitStack() as at_end:
+        service = at_end.enter_context(serving(tiny_model, tmp_path))
+        wants = undisturbed(service.address, requests, STREAMS)
+        streams = at_end.enter_context(streams_of(service, requests))
         pids = everybody(service)
         used = shared_memory(pids)
         signal_all(pids, number)
@@ -99,9 +105,14 @@ def test_a_signal_to_all_drains(tiny_model, tmp_path, number):
 
 def test_a_second_signal_to_all_ends_at_once(tiny_model, tmp_path):
     """B41: whatever the grace, streams end UNAVAILABLE, and nothing is left."""
-    with under_load(tiny_model, tmp_path, "--grace", "3600") as (service, streams, _):
+    with (
+        serving(tiny_model, tmp_path, "--grace", "3600") as service,
+        streams_of(service, long_requests(4000)) as streams,
+    ):
         pids = everybody(service)
         signal_all(pids, signal.SIGTERM)
+        # Two that come at once are one.
+        poll(lambda: "draining" in service.log_file.read_text(), WAIT_S, "the drain begins")
         signal_all(pids, signal.SIGTERM)
         assert service.wait_end() == 0, service.last_words()
         for stream in streams:
@@ -113,10 +124,7 @@ def test_a_second_signal_to_all_ends_at_once(tiny_model, tmp_path):
 
 def test_what_a_killed_scheduler_left_goes_with_the_next(tiny_model, tmp_path):
     """Its workers end with it; its folder of sockets is removed by the next scheduler."""
-    service = Service(tiny_model, tmp_path, FLAGS)
-    try:
-        service.start()
-        service.wait_ready()
+    with serving(tiny_model, tmp_path) as service:
         service.ranks()
         service.kill()
         service.wait_ready()
@@ -125,5 +133,3 @@ def test_what_a_killed_scheduler_left_goes_with_the_next(tiny_model, tmp_path):
             rpc.InferenceStub(channel).Complete(request, timeout=WAIT_S)
         assert service.stop() == 0
         check_nothing_left(service)
-    finally:
-        service.end()
