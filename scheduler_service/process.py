@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Iterator
 
 import grpc
 
@@ -65,6 +65,34 @@ class Process:
                 self._at_end.close()
 
     async def _serve(self, server: grpc.aio.Server, address: str) -> None:
+        # The workers meanwhile: both take seconds.
+        starting = asyncio.create_task(self._engine.start())
+        try:
+            service, recorded = await self._load(server)
+            log.info("listening on %s; loading %s", address, self._config.model_dir)
+            if not await self._or_stop(starting, self._stop):
+                log.info("told to end before the workers were ready")
+                return
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        service.check_workers()
+        await resume_calls(service, recorded)
+        self._is_open = True
+        self._health.on_state(self._engine.state)
+        # All that is here stays, and one collection of it would hold every request up for 15 ms.
+        gc.collect()
+        gc.freeze()
+        name = service.model.info.name
+        self._tell(event="ready", address=address, **self._facts(name))
+        log.info("ready: %s on %s", name, address)
+        await self._stop.wait()
+        log.info("draining: running requests may take %g s more", self._config.grace_s)
+        await self._or_stop(self._drain(server, service), self._stop_now)
+        log.info("ended")
+
+    async def _load(self, server: grpc.aio.Server) -> tuple[InferenceService, list[RecordedCall]]:
+        """Reads what is on disk and begins to listen; what the journal has left goes with it."""
         model = await asyncio.to_thread(
             load_model, self._config.model_dir, self._config.served_name
         )
@@ -78,23 +106,7 @@ class Process:
         self._at_end.callback(service.calls.close)
         add_inference(server, service, self._config.engine, self._callers)
         await server.start()
-        log.info("listening on %s; loading %s", address, self._config.model_dir)
-        if not await self._or_stop(self._engine.start(), self._stop):
-            log.info("told to end before the workers were ready")
-            return
-        service.check_workers()
-        await resume_calls(service, recorded)
-        self._is_open = True
-        self._health.on_state(self._engine.state)
-        # All that is here stays, and one collection of it would hold every request up for 15 ms.
-        gc.collect()
-        gc.freeze()
-        self._tell(event="ready", address=address, **self._facts(model.info.name))
-        log.info("ready: %s on %s", model.info.name, address)
-        await self._stop.wait()
-        log.info("draining: running requests may take %g s more", self._config.grace_s)
-        await self._or_stop(self._drain(server, service), self._stop_now)
-        log.info("ended")
+        return service, recorded
 
     def _facts(self, model: str) -> dict[str, object]:
         """For the line of whoever started the process, who may have no way to call the port."""
@@ -164,7 +176,7 @@ class Process:
         self._health.close()
         await server.stop(LAST_MESSAGES_S)
 
-    async def _or_stop(self, work: Coroutine[object, object, None], stop: asyncio.Event) -> bool:
+    async def _or_stop(self, work: Awaitable[None], stop: asyncio.Event) -> bool:
         """Runs the work until it ends or `stop` is set; True when it ended by itself."""
         task = asyncio.ensure_future(work)
         waiter = asyncio.ensure_future(stop.wait())

@@ -40,11 +40,16 @@ def _channel_options(address: str) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         # A channel of its own for each stream: no back-off is inherited from a worker's last life.
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 500),
+        # For a handshake, not between tries.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
     ]
-    if not address.startswith("unix:"):
+    if address.startswith("unix:"):
+        # A worker that starts is dialled as soon as it listens.
+        options += [("grpc.initial_reconnect_backoff_ms", 20)]
+        options.append(("grpc.max_reconnect_backoff_ms", 100))
+    else:
+        options += [("grpc.initial_reconnect_backoff_ms", 100)]
+        options.append(("grpc.max_reconnect_backoff_ms", 500))
         # A host that vanishes closes nothing; pings find out.
         options += [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
         options.append(("grpc.http2.ping_timeout_ms", 5_000))
