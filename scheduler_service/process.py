@@ -51,7 +51,9 @@ class Process:
         service cannot start."""
         with self._signals():
             access = self._config.access
-            gate = Gate(self._callers, operator_calls=access.operator_calls)
+            gate = None
+            if access.tokens or not access.operator_calls:
+                gate = Gate(self._callers, operator_calls=access.operator_calls)
             server = make_server(self._health, gate, with_reflection=access.reflection)
             self._warn_of_open_ports()
             credentials = server_credentials(access.tls) if access.tls else None
