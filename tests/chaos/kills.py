@@ -87,7 +87,7 @@ def told(chaos: Chaos | None) -> dict[str, object]:
         "streams ended": tally.num_ended,
         "tokens compared": chaos.readers.progress.num_tokens,
         "lost, doubled or changed": len(chaos.readers.faults),
-        "connections lost and replaced by Attach": tally.num_reconnects,
+        "tries to read on, while the server was away too": tally.num_reconnects,
         "starts of the scheduler": chaos.service.num_starts,
         "liveness answers, s": spread(chaos.probes.liveness_s or [0]),
         "memory": growth(chaos.probes.memory),
