@@ -155,7 +155,7 @@ class _SocketFolder:
 def remove_left_folders() -> None:
     """Removes the folders of this user's services that were killed: nobody locks them, and nothing
     but sockets of workers is in them."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(_FOLDER_PREFIX + 8 * "?"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

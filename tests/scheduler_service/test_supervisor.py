@@ -181,10 +181,10 @@ async def test_an_end_of_its_own_is_logged_and_one_by_us_is_not(caplog):
 
 async def test_the_folder_that_a_killed_service_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name, file in (("slotwise-left", "worker-0.sock"), ("slotwise-other", "notes")):
+    for name, file in (("slotwise-left0000", "worker-0.sock"), ("slotwise-other000", "notes")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
-    (tmp_path / "slotwise-empty").mkdir()
+    (tmp_path / "slotwise-empty000").mkdir()
     one, two = (Supervisor(1, python_command("import time; time.sleep(1000)")) for _ in range(2))
     try:
         (address,) = await one.spawn()
@@ -192,12 +192,12 @@ async def test_the_folder_that_a_killed_service_left_is_removed(tmp_path, monkey
         living = Path(address.removeprefix("unix:")).parent
         assert stat.S_IMODE(living.stat().st_mode) == 0o700
         left = {folder.name for folder in tmp_path.iterdir()}
-        assert left >= {"slotwise-other", living.name}
-        assert not left & {"slotwise-left", "slotwise-empty"}
+        assert left >= {"slotwise-other000", living.name}
+        assert not left & {"slotwise-left0000", "slotwise-empty000"}
     finally:
         await one.stop()
         await two.stop()
-    assert [folder.name for folder in tmp_path.iterdir()] == ["slotwise-other"]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["slotwise-other000"]
 
 
 def test_the_command_of_a_worker():
