@@ -256,7 +256,12 @@ def _change_entry(rng: random.Random, entries: dict[str, Any]) -> None:
             count = rng.choice([0, 1, 2, 3, 4, 9, 300, 100_000 if rng.random() < 0.1 else 5])
             entry["shape"] = [rng.choice(sizes) for _ in range(count)]
         case 2:
-            low, high = entry["data_offsets"]
+            match entry.get("data_offsets"):
+                case [int(low), int(high)]:
+                    pass
+                case _:
+                    # Another change came before.
+                    low, high = 0, 8
             ranges = [(high, low), (-1, high), (low, high + 4), (low - 4, high), (0, 2**63), (0, 0)]
             ranges += [(low, 2**70), (low,), (low, high, high), (float(low), high), ("0", high)]
             entry["data_offsets"] = list(rng.choice(ranges))
