@@ -131,6 +131,8 @@ class Reading(Source[Event]):
         # Since when there is no stream, and for how long there was none since the last news.
         self._lost_at: float | None = None
         self._lost_s = 0.0
+        # When the present stream began.
+        self._began_at = clock()
         self._last_failure: SlotwiseError | None = None
         # When the server was last heard, or can last have known that somebody reads.
         self._heard_at = clock()
@@ -214,6 +216,9 @@ class Reading(Source[Event]):
         now = self._clock()
         if self._lost_at is not None:
             self._lost_s += now - self._lost_at
+        else:
+            # Time with a server counts back, also where it had no news yet.
+            self._lost_s = max(0.0, self._lost_s - (now - self._began_at))
         self._lost_at = now
         failure = self._last_failure = self._failure(error)
         way = self._way_on(failure, is_loss(error))
@@ -282,8 +287,9 @@ class Reading(Source[Event]):
 
     def _take_accepted(self, response: pb.GenerateResponse) -> Event | None:
         self._is_heard = True
+        self._began_at = self._clock()
         if self._lost_at is not None:
-            self._lost_s += self._clock() - self._lost_at
+            self._lost_s += self._began_at - self._lost_at
             self._lost_at = None
         if self._request is not None and (self._accepted or self._num_sent > 1):
             self._check_seed(response.accepted)
