@@ -191,6 +191,12 @@ def _check_engine(engine: EngineConfig) -> None:
         )
     _check_choice("dtype", engine.weight_dtype, DTYPES)
     _check_choice("kv_dtype", engine.kv_dtype, DTYPES)
+    if engine.num_standby_workers is not None:
+        _check_range("standby_workers", engine.num_standby_workers, 0, engine.world_size)
+        if engine.worker_addresses and engine.num_standby_workers:
+            raise ConfigError(
+                "standby_workers is given and workers are; who starts the workers keeps standbys"
+            )
     _check_seconds("worker_timeout", engine.worker_timeout_s, 0.001)
     _check_seconds("recovery_timeout", engine.recovery_timeout_s, 0)
 
@@ -238,6 +244,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         run_ahead_window_ns=round(given.run_ahead_window_ms * 1e6),
         worker_timeout_s=given.worker_timeout,
         recovery_timeout_s=given.recovery_timeout,
+        num_standby_workers=given.standby_workers,
     )
     return Config(
         model_dir=given.model,
@@ -386,4 +393,6 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     window = "length of a command; 0: as suits the device"
     add("--run-ahead-window-ms", type=float, default=own.run_ahead_window_ns / 1e6, help=window)
     add("--worker-timeout", type=float, default=own.worker_timeout_s, help="silence, in seconds")
+    standby = "processes that wait to take a lost worker's place; default: 1 on GPUs, else 0"
+    add("--standby-workers", type=int, help=standby)
     add("--recovery-timeout", type=float, default=own.recovery_timeout_s, help="in seconds")

@@ -62,6 +62,7 @@ class Engine:
         self._streams = RequestStreams()
         self._ready = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._num_recoveries = 0
 
     @property
@@ -214,6 +215,9 @@ class Engine:
             await asyncio.wait({self._main})
         if self._loop is not None:
             self._loop.close()
+        if self._preparing is not None:
+            # What it has begun to start is ended below.
+            await asyncio.wait({self._preparing})
         await self._group.close()
 
     async def _run(self) -> None:
@@ -223,6 +227,8 @@ class Engine:
             self._loop.scheduler.rebuild(self._starter.epoch, NUM_WARM_UP_STEPS + 1)
             self._set_state(EngineState.READY)
             self._ready.set()
+            device = self.info().workers[0].device
+            self._preparing = asyncio.create_task(self._group.prepare(device))
             await self._recover(await self._serve(self._loop))
 
     def _on_main_end(self, main: asyncio.Task[None]) -> None:

@@ -67,6 +67,8 @@ class EngineConfig:
     connect_timeout_s: float = 60.0
     # Silence of a worker, while a message of it is due, after which the group is restarted.
     worker_timeout_s: float = 30.0
+    # Processes that wait to take a lost rank's place; None: one where ranks run on GPUs.
+    num_standby_workers: int | None = None
     # Time a recovery may take before running requests end UNAVAILABLE.
     recovery_timeout_s: float = 60.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import re
@@ -39,6 +40,10 @@ _LOG_LINE = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _FOLDER_PREFIX = "slotwise-"
 _SOCKET_NAME = re.compile(r"worker-\d+\.sock")
 
+_PROGRAM = (sys.executable, "-m", "worker")
+# In place of a rank.
+_STANDBY = -1
+
 # How `python -m worker` begins to say why it cannot start.
 _REFUSAL = "worker: "
 
@@ -60,7 +65,7 @@ def worker_command(model_dir: str, world_size: int, num_threads: int, device: st
     def command(rank: int, address: str) -> Sequence[str]:
         devices = {"auto": [], "cpu": ["--device", "cpu"], "cuda": ["--device", f"cuda:{rank}"]}
         return [
-            *(sys.executable, "-m", "worker"),
+            *_PROGRAM,
             *("--listen", address),
             *("--model", model_dir),
             *("--threads", str(threads)),
@@ -72,10 +77,17 @@ def worker_command(model_dir: str, world_size: int, num_threads: int, device: st
     return command
 
 
+def standby_command() -> Sequence[str]:
+    """A worker that loads its libraries and waits on standard input for the words of
+    `worker_command` behind the program."""
+    return [*_PROGRAM, "--standby", "--exit-with-parent", str(os.getpid())]
+
+
 class _WorkerProcess:
     """One spawned rank: its output goes to our log, line by line and at its own level."""
 
     def __init__(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        """rank: _STANDBY until it is told another."""
         self.rank = rank
         self._process = process
         self._is_ending = False
@@ -85,6 +97,18 @@ class _WorkerProcess:
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
+
+    async def tell(self, rank: int, words: Sequence[str]) -> bool:
+        """Makes a standby a rank, by its command line; whether it took it."""
+        assert self._process.stdin is not None
+        self.rank = rank
+        try:
+            self._process.stdin.write(json.dumps(list(words)).encode() + b"\n")
+            await self._process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        self._process.stdin.close()
+        return not self.has_ended
 
     async def wait(self) -> GroupError:
         """Waits until the process has ended. WorkerExitError: another would end likewise."""
@@ -133,7 +157,7 @@ class _WorkerProcess:
                 level, text = logging.getLevelNamesMapping()[match[1]], match[2]
             _worker_log.log(level, "worker %d: %s", self.rank, text)
         code = await self._process.wait()
-        if not self._is_ending:
+        if not self._is_ending and self.rank != _STANDBY:
             _log.error("worker %d: ended with exit code %d", self.rank, code)
 
 
@@ -176,9 +200,15 @@ def remove_left_folders() -> None:
 class Supervisor:
     """The worker processes of one group, on unix sockets in a folder of their own."""
 
-    def __init__(self, world_size: int, command: Command) -> None:
+    def __init__(
+        self, world_size: int, command: Command, standby: Sequence[str] | None = None
+    ) -> None:
+        """`standby`: the command line of a process that waits to become a rank, with the words of
+        `command` behind the program."""
         self._world_size = world_size
         self._command = command
+        self._standby = standby
+        self._waiting: list[_WorkerProcess] = []
         self._folder: _SocketFolder | None = None
         # By rank.
         self._processes: dict[int, _WorkerProcess] = {}
@@ -212,6 +242,18 @@ class Supervisor:
             raise GroupError(f"cannot start a worker process: {error}") from error
         return tuple(f"unix:{self._socket(rank)}" for rank in range(self._world_size))
 
+    async def prepare(self, num_standby: int) -> None:
+        """Sees to it that so many processes wait to take a lost rank's place: loading libraries is
+        most of a rank's start."""
+        self._waiting = [one for one in self._waiting if not one.has_ended]
+        while self._standby is not None and len(self._waiting) < num_standby:
+            try:
+                process = await self._start(self._standby, asyncio.subprocess.PIPE)
+            except OSError as error:
+                _log.warning("cannot start a standby worker: %s", error)
+                return
+            self._waiting.append(_WorkerProcess(_STANDBY, process))
+
     async def wait_exit(self) -> GroupError:
         """Waits until any rank has ended by itself; as _WorkerProcess.wait."""
         waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
@@ -225,7 +267,10 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Ends every process, politely at first, and removes the sockets' folder."""
-        await self._end(list(self._processes), _END_GRACE_S)
+        waiting, self._waiting = self._waiting, []
+        await asyncio.gather(
+            self._end(list(self._processes), _END_GRACE_S), *(one.end(0) for one in waiting)
+        )
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
@@ -234,9 +279,23 @@ class Supervisor:
         path = self._socket(rank)
         path.unlink(missing_ok=True)
         address = f"unix:{path}"
-        process = await asyncio.create_subprocess_exec(
-            *self._command(rank, address),
-            stdin=asyncio.subprocess.DEVNULL,
+        command = self._command(rank, address)
+        while self._waiting:
+            standby = self._waiting.pop()
+            if await standby.tell(rank, command[len(_PROGRAM) :]):
+                _log.info("worker %d: taken by a standby, listens at %s", rank, address)
+                self._processes[rank] = standby
+                return
+            await standby.end(0)
+        process = await self._start(command, asyncio.subprocess.DEVNULL)
+        _log.info("worker %d: started as process %d, listens at %s", rank, process.pid, address)
+        self._processes[rank] = _WorkerProcess(rank, process)
+
+    @staticmethod
+    async def _start(command: Sequence[str], stdin: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**_WORKER_ENVIRONMENT, **os.environ},
@@ -244,8 +303,6 @@ class Supervisor:
             # Ctrl-C is for us alone: workers must outlive the drain.
             start_new_session=True,
         )
-        _log.info("worker %d: started as process %d, listens at %s", rank, process.pid, address)
-        self._processes[rank] = _WorkerProcess(rank, process)
 
     def _socket(self, rank: int) -> Path:
         if self._folder is None:

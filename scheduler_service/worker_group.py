@@ -12,7 +12,7 @@ from .engine_types import EngineConfig, EngineFailedError, EngineInfo, LoadProgr
 from .errors import GroupError, SetupError, WorkerLostError
 from .slots import WARM_UP_GENERATION
 from .step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
-from .supervisor import Supervisor, worker_command
+from .supervisor import Supervisor, standby_command, worker_command
 from .tls import worker_credentials
 from .worker_link import answers
 from .worker_pool import WorkerPool
@@ -74,7 +74,7 @@ class WorkerGroup:
             command = worker_command(
                 config.model_dir, config.world_size, config.num_threads, config.device
             )
-            self._supervisor = Supervisor(config.world_size, command)
+            self._supervisor = Supervisor(config.world_size, command, standby_command())
 
     @property
     def spawns(self) -> bool:
@@ -97,6 +97,15 @@ class WorkerGroup:
             addresses = await self._supervisor.spawn(lost)
         self._pool = WorkerPool(self._config, addresses, epoch, self._credentials)
         return await self._unless_worker_exits(self._configure_and_warm_up(self._pool, epoch))
+
+    async def prepare(self, device: str) -> None:
+        """For the next loss, while requests run. `device`: of the first rank."""
+        num_standby = self._config.num_standby_workers
+        if num_standby is None:
+            # There the start of a rank is mostly that of its libraries, and memory is plenty.
+            num_standby = int(device.startswith("cuda"))
+        if self._supervisor is not None and num_standby:
+            await self._supervisor.prepare(num_standby)
 
     def send(self, command: StepCommand) -> None:
         self._started_pool().send(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from worker.server import start_server
 
 _LOG = logging.getLogger("worker")
 _EXIT_STUCK = 75
+_STANDBY = "--standby"
 _COMMANDS = {
     "bench": bench.main_bench,
     "bench-kernels": bench_kernels.main_bench_kernels,
@@ -44,6 +46,10 @@ _COMMANDS = {
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit code."""
     try:
+        if arguments and arguments[0] == _STANDBY:
+            arguments = _told(arguments[1:])
+            if not arguments:
+                return 0
         if arguments and arguments[0] in _COMMANDS:
             return _COMMANDS[arguments[0]](arguments[1:])
         config = _parse(arguments)
@@ -55,6 +61,20 @@ def main(arguments: list[str]) -> int:
         print(f"worker: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _told(arguments: list[str]) -> list[str]:
+    """Waits, with all libraries loaded, for the command line of a rank, as JSON on standard input;
+    none when whoever would send it has ended."""
+    parser = argparse.ArgumentParser(prog=f"python -m worker {_STANDBY}")
+    parser.add_argument("--exit-with-parent", type=int, required=True, metavar="PID")
+    device.exit_with_parent(parser.parse_args(arguments).exit_with_parent)
+    device.preload()
+    line = sys.stdin.readline()
+    told = json.loads(line) if line else []
+    if not isinstance(told, list) or not all(isinstance(word, str) for word in told):
+        raise ValueError(f"{_STANDBY} was sent {line!r}, which is no list of words")
+    return told
 
 
 def _parse(arguments: list[str]) -> WorkerConfig:

@@ -186,6 +186,12 @@ def open_device(name: str, rank: int, num_threads: int) -> Device:
     return CudaDevice(index)
 
 
+def preload() -> None:
+    """Loads what open_device may need later. No device is opened."""
+    if gpu.is_built():
+        import worker.cuda_device  # noqa: F401
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in use now (resident set)."""
     return int(psutil.Process().memory_info().rss)

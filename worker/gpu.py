@@ -13,6 +13,11 @@ from worker.errors import SetupError
 MIN_CAPABILITY = (8, 0)
 
 
+def is_built() -> bool:
+    """Whether the native library has kernels for GPUs."""
+    return bool(_native.BUILT_WITH_CUDA)
+
+
 def usable(index: int) -> bool:
     """Whether GPU `index` can be used."""
     try:
@@ -24,7 +29,7 @@ def usable(index: int) -> bool:
 
 def refuse_unusable(index: int) -> None:
     """Raises SetupError unless GPU `index` can be used, saying what was found and what to do."""
-    if not _native.BUILT_WITH_CUDA:
+    if not is_built():
         raise SetupError(
             "--device cuda: this installation was built without CUDA; with nvcc on the PATH: "
             "make build-gpu, or SLOTWISE_CUDA=ON pip install ."

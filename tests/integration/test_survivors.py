@@ -16,7 +16,7 @@ from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig, EngineState, LoadProgress
 from scheduler_service.request import FinishedEvent, TokenEvent
 from scheduler_service.request_stream import RequestStream
-from scheduler_service.supervisor import Supervisor, worker_command
+from scheduler_service.supervisor import Supervisor, standby_command, worker_command
 from scheduler_service.worker_group import WorkerGroup
 
 PATIENCE_S = 120
@@ -29,7 +29,7 @@ NUM_NEW = 120
 class Ranks:
     """An engine with two ranks of its own."""
 
-    def __init__(self, folder: Path, silence_s: float) -> None:
+    def __init__(self, folder: Path, silence_s: float, num_standby: int = 0) -> None:
         config = EngineConfig(
             world_size=2,
             model_dir=str(folder),
@@ -39,8 +39,10 @@ class Ranks:
             max_steps_per_command=2,
             worker_timeout_s=silence_s,
             recovery_timeout_s=PATIENCE_S,
+            num_standby_workers=num_standby,
         )
-        self.supervisor = Supervisor(2, worker_command(str(folder), 2, 1, "cpu"))
+        command = worker_command(str(folder), 2, 1, "cpu")
+        self.supervisor = Supervisor(2, command, standby_command())
         self.states: list[EngineState] = []
         # Ranks to kill when they begin to start.
         self.doomed: list[int] = []
@@ -134,5 +136,24 @@ async def test_b35_a_stopped_rank_is_replaced_and_the_other_goes_on(
         assert ranks.pid(0) == kept
         assert reads(caplog, 0) == 1
         assert ranks.pid(1) != stopped
+    finally:
+        await ranks.engine.stop()
+
+
+async def test_a_standby_takes_over_and_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ranks = Ranks(make_checkpoint(tmp_path, "llama"), 2 * PATIENCE_S, num_standby=1)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await ranks.engine.start()
+            expected = await rest_of(ranks.submit("alone"), [])
+            for victim in (1, 0):
+                stream = ranks.submit("decode")
+                tokens = list((await anext(stream)).token_ids)
+                ranks.kill(victim)
+                assert await rest_of(stream, tokens) == expected
+                assert f"worker {victim}: taken by a standby" in caplog.text
     finally:
         await ranks.engine.stop()

@@ -320,3 +320,60 @@ async def test_b37_a_worker_killed_during_a_recovery_is_replaced(second):
         assert killer.num_kills == 0
         assert tokens == tokens_alone(request)
         assert states == [EngineState.READY, EngineState.RECOVERING, EngineState.READY]
+
+
+# Waits for a line, and is then what the line says.
+WAITING = """
+import json, sys, time
+line = sys.stdin.readline()
+if line:
+    print("INFO is", *json.loads(line), flush=True)
+    time.sleep(1000)
+"""
+
+
+async def test_a_standby_takes_the_place_of_a_lost_rank(caplog):
+    caplog.set_level("INFO")
+    command = python_command("import time; time.sleep(1000)")
+    supervisor = Supervisor(2, command, [sys.executable, "-c", WAITING])
+    try:
+        await supervisor.spawn()
+        await supervisor.prepare(1)
+        await supervisor.prepare(1)
+        (standby,) = supervisor._waiting
+        await supervisor.spawn({1: "it is deaf"})
+        assert supervisor._processes[1] is standby
+        assert (standby.rank, supervisor._waiting) == (1, [])
+        assert "taken by a standby" in caplog.text
+        # Without another one it is a start as any other.
+        await supervisor.spawn({0: "it is deaf"})
+        assert "worker 0: started" in caplog.text
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_standby_that_has_ended_is_no_help():
+    command = python_command("import time; time.sleep(1000)")
+    supervisor = Supervisor(1, command, [sys.executable, "-c", "raise SystemExit(3)"])
+    try:
+        await supervisor.spawn()
+        await supervisor.prepare(1)
+        (standby,) = supervisor._waiting
+        async with asyncio.timeout(PATIENCE_S):
+            await standby.wait()
+        await supervisor.spawn({0: "it is deaf"})
+        assert supervisor._processes[0] is not standby
+        assert psutil.pid_exists(pids(supervisor)[0])
+    finally:
+        await supervisor.stop()
+
+
+async def test_no_standby_is_left():
+    command = python_command("import time; time.sleep(1000)")
+    supervisor = Supervisor(1, command, [sys.executable, "-c", WAITING])
+    await supervisor.spawn()
+    await supervisor.prepare(2)
+    waiting = [one._process.pid for one in supervisor._waiting]
+    assert len(waiting) == 2
+    await supervisor.stop()
+    assert not any(psutil.pid_exists(pid) for pid in waiting)

@@ -61,6 +61,9 @@ def serve(
     grace: Annotated[
         float | None, typer.Option(help="Seconds that running requests get after SIGTERM [30].")
     ] = None,
+    standby_workers: Annotated[
+        int | None, typer.Option(help="Processes that wait to replace a lost worker [1 on GPUs].")
+    ] = None,
     worker_timeout: Annotated[
         float | None, typer.Option(help="Seconds of silence until a worker is replaced [30].")
     ] = None,
@@ -127,6 +130,7 @@ def serve(
         threads=threads,
         served_name=served_name,
         grace=grace,
+        standby_workers=standby_workers,
         worker_timeout=worker_timeout,
         recovery_timeout=recovery_timeout,
         journal=journal,
