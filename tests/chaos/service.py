@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -132,10 +133,9 @@ class Service:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    words = child.cmdline()
-                    if "worker" in words and "--listen" in words:
-                        rank = words[words.index("--listen") + 1].rpartition("-")[2]
-                        found[int(rank.partition(".")[0])] = child.pid
+                    rank = _rank_of(child)
+                    if rank is not None:
+                        found[rank] = child.pid
         self.pids |= set(found.values())
         return [found[rank] for rank in sorted(found)]
 
@@ -256,6 +256,18 @@ def _belongs(pid: int, socket_folder: Path) -> bool:
         return process.environ().get("TMPDIR") == str(socket_folder)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
+
+
+def _rank_of(process: psutil.Process) -> int | None:
+    """Of a worker: where it was told to listen, or, as it was a standby, where it does."""
+    words = process.cmdline()
+    if "worker" not in words:
+        return None
+    places = (
+        words if "--listen" in words else [one.laddr for one in process.net_connections("unix")]
+    )
+    found = [re.search(r"worker-(\d+)\.sock", str(place)) for place in places]
+    return next((int(match[1]) for match in found if match), None)
 
 
 def check_nothing_left(service: Service, timeout_s: float = 20) -> None:
