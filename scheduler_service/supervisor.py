@@ -95,19 +95,26 @@ class _WorkerProcess:
         self._output = asyncio.create_task(self._forward_output(), name=f"worker {rank} output")
 
     @property
+    def _name(self) -> str:
+        return "standby worker" if self.rank == _STANDBY else f"worker {self.rank}"
+
+    @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
     async def tell(self, rank: int, words: Sequence[str]) -> bool:
         """Makes a standby a rank, by its command line; whether it took it."""
         assert self._process.stdin is not None
+        if self.has_ended:
+            return False
         self.rank = rank
         try:
             self._process.stdin.write(json.dumps(list(words)).encode() + b"\n")
             await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
+            self._process.stdin.close()
+        except (OSError, RuntimeError):
+            # It ends just now; uvloop has an error of its own for a pipe that is closed.
             return False
-        self._process.stdin.close()
         return not self.has_ended
 
     async def wait(self) -> GroupError:
@@ -155,10 +162,10 @@ class _WorkerProcess:
             # Lines without a level, as those of a traceback, belong to the one before.
             if match := _LOG_LINE.fullmatch(text):
                 level, text = logging.getLevelNamesMapping()[match[1]], match[2]
-            _worker_log.log(level, "worker %d: %s", self.rank, text)
+            _worker_log.log(level, "%s: %s", self._name, text)
         code = await self._process.wait()
-        if not self._is_ending and self.rank != _STANDBY:
-            _log.error("worker %d: ended with exit code %d", self.rank, code)
+        if not self._is_ending:
+            _log.error("%s: ended with exit code %d", self._name, code)
 
 
 class _SocketFolder:
