@@ -186,40 +186,52 @@ async def end_of(call) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
-@contextlib.asynccontextmanager
-async def trickling(address: str, bytes_per_s: int) -> AsyncIterator[str]:
-    """The address of a relay that passes so much on from clients; all that comes back."""
-    host, _, port = address.rpartition(":")
-    tasks: set[asyncio.Task] = set()
+class Trickle:
+    """A relay that passes so much on from clients, and all that comes back; until it is cut."""
 
-    async def pump(reader, writer, bytes_in_turn: int, pause_s: float) -> None:
-        while data := await reader.read(bytes_in_turn):
-            writer.write(data)
-            await writer.drain()
-            await asyncio.sleep(pause_s)
+    def __init__(self, address: str, bytes_per_s: int) -> None:
+        self._host, _, self._port = address.rpartition(":")
+        self._turn = bytes_per_s // 50
+        self._pumps: set[asyncio.Task] = set()
+        self._listener: asyncio.Server | None = None
 
-    async def relay(reader, writer) -> None:
-        back_reader, back_writer = await asyncio.open_connection(host, int(port))
-        turn = bytes_per_s // 50
-        tasks.add(asyncio.create_task(pump(reader, back_writer, turn, 1 / 50)))
-        tasks.add(asyncio.create_task(pump(back_reader, writer, 1 << 16, 0)))
+    async def start(self) -> str:
+        """Its address."""
+        self._listener = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return "{}:{}".format(*self._listener.sockets[0].getsockname())
 
-    listener = await asyncio.start_server(relay, "127.0.0.1", 0, limit=1 << 16)
-    try:
-        yield "{}:{}".format(*listener.sockets[0].getsockname())
-    finally:
-        listener.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def cut(self) -> None:
+        """Ends all its connections."""
+        assert self._listener is not None
+        self._listener.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _relay(self, reader, writer) -> None:
+        back_reader, back_writer = await asyncio.open_connection(self._host, int(self._port))
+        for pump in (
+            self._pump(reader, back_writer, self._turn, 1 / 50),
+            self._pump(back_reader, writer, 1 << 16, 0),
+        ):
+            self._pumps.add(asyncio.create_task(pump))
+
+    async def _pump(self, reader, writer, bytes_in_turn: int, pause_s: float) -> None:
+        try:
+            while data := await reader.read(bytes_in_turn):
+                writer.write(data)
+                await writer.drain()
+                await asyncio.sleep(pause_s)
+        finally:
+            writer.transport.abort()
 
 
 async def test_a_body_that_trickles_in_holds_nobody_up(server: Server):
     """60 MB at 1 MB/s."""
     asked = pb.TokenizeRequest(text="a" * 60_000_000)
+    trickle = Trickle(server.address, 1_000_000)
     async with (
-        trickling(server.address, 1_000_000) as slow_address,
-        channels_to(slow_address, 1) as (slow,),
+        channels_to(await trickle.start(), 1) as (slow,),
         channels_to(server.address, 4) as channels,
     ):
         call = rpc.InferenceStub(slow).Tokenize(asked, timeout=WAIT_S)
@@ -228,7 +240,9 @@ async def test_a_body_that_trickles_in_holds_nobody_up(server: Server):
                 counts = await asyncio.gather(*(generate(one, request()) for one in channels))
                 assert counts == [20] * 4
         assert not call.done()
-        call.cancel()
+        # The channel waits for its connection when it is closed.
+        await trickle.cut()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
     print(f"\nbeside a trickle: {probe}")
     assert probe.num_bad == 0
 
