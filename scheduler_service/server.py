@@ -246,7 +246,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _answer(self, context: CallContext, work: Awaitable[T]) -> T:
         try:
+            return await self._answer_or_abort(context, work)
+        except grpc.aio.InternalError as error:
+            # Nothing can be sent any more: the client is gone, or its deadline passed, a moment
+            # before gRPC cancels the handler.
+            raise asyncio.CancelledError from error
+
+    async def _answer_or_abort(self, context: CallContext, work: Awaitable[T]) -> T:
+        try:
             return await work
+        except grpc.aio.InternalError:
+            raise
         except SlotwiseError as error:
             code, message, metadata = to_status(error)
         except Exception:
