@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 class Process:
     """Serves until a signal. The first SIGTERM or SIGINT drains, the second ends at once. SIGUSR1
-    drains too, and never counts as a second one."""
+    drains, SIGUSR2 ends at once, whatever came before: for who passes signals on that may have
+    reached us too."""
 
     def __init__(self, config: Config) -> None:
         """Must be made on a running event loop. ConfigError when the token file is not good."""
@@ -41,6 +42,7 @@ class Process:
         self._callers = Callers(config.access.tokens)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._has_signal = False
         self._is_open = False
         self._at_end = contextlib.ExitStack()
         self._health = HealthService(config.engine.world_size)
@@ -200,6 +202,7 @@ class Process:
             signal.SIGTERM: self._on_signal,
             signal.SIGINT: self._on_signal,
             signal.SIGUSR1: self._stop.set,
+            signal.SIGUSR2: self._end_now,
         }
         for number, handler in handlers.items():
             loop.add_signal_handler(number, handler)
@@ -210,9 +213,14 @@ class Process:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        if self._has_signal:
             self._stop_now.set()
+        self._has_signal = True
         self._stop.set()
+
+    def _end_now(self) -> None:
+        self._stop.set()
+        self._stop_now.set()
 
     def _on_state(self, state: EngineState) -> None:
         log.info("engine: %s", state.value)

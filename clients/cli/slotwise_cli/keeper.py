@@ -21,7 +21,7 @@ _MAX_DELAY_S = 30.0
 _MAX_TRIES = 5
 # Exit statuses of processes that were killed; of these, in their first moments, as they were told.
 _KILLED = 128
-_ASKED = {_KILLED + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+_ASKED = {_KILLED + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
 
 
 class TakesSignals(Protocol):
@@ -49,12 +49,12 @@ class Keeper:
     def send_signal(self, signum: int) -> None:
         """Pass a signal on; no other scheduler follows.
 
-        The first one as the signal that only drains: who sends it to all processes of a service has
-        sent it to the scheduler too, and a second one would end what runs.
+        The first one drains, another one ends at once. Not as it came: who sends it to all processes
+        of a service has sent it to the scheduler too, and that would be the second one.
         """
         is_first = not self._is_told.is_set()
         self._is_told.set()
-        self._server.send_signal(signal.SIGUSR1 if is_first else signum)
+        self._server.send_signal(signal.SIGUSR1 if is_first else signal.SIGUSR2)
 
     def run(self) -> None:
         """Return when the scheduler has ended as it was told. CliError when it fails."""
