@@ -11,6 +11,7 @@ from types import TracebackType
 from .answers import Answer, Update
 from .engine import Engine
 from .errors import (
+    DuplicateRequestError,
     ExpiredRequestError,
     OutOfRangeError,
     SlotwiseError,
@@ -94,6 +95,17 @@ class Call:
                 f"{self.call_id!r} has told: {len(log.token_ids)} tokens"
             )
 
+    def check_prompt_index(self, index: int) -> None:
+        """OutOfRangeError where no such logprobs of the prompt can have been received."""
+        first = self.requests[0]
+        wants = first.num_prompt_logprobs is not None
+        bound = len(first.prompt_token_ids) if wants else 0
+        if index > bound:
+            raise OutOfRangeError(
+                f"next_prompt_token_index {index} is beyond the {bound} tokens of the prompt whose "
+                f"logprobs request {self.call_id!r} asked for"
+            )
+
 
 class Calls:
     """All calls that wait or run, and for a while those that have ended. One event loop only."""
@@ -131,6 +143,15 @@ class Calls:
             call.journaled = self._journal.accept(call.record)
         if call.has_ended:
             self._keep(call)
+
+    def check_free(self, call_id: str, client: str) -> None:
+        """DuplicateRequestError when another client's call of this id is still kept: it is not
+        this client's to replace."""
+        call = self._calls.get(call_id)
+        if call is not None and call.record.client != client:
+            raise DuplicateRequestError(
+                f"a request of id {call_id!r} is known already; choose another id"
+            )
 
     def is_known(self, call_id: str) -> bool:
         """It waits, runs or is still kept."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,10 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 # Of gRPC, both ways. Texts of many MB fit; without a limit one call could fill the memory.
 MAX_MESSAGE_BYTES = 64 << 20
+# Thirty years.
+MAX_SECONDS = 1e9
+# What the API can tell of, in milliseconds of 32 bits.
+MAX_WINDOW_S = 4_294_967.0
 
 
 class ConfigError(Exception):
@@ -97,9 +100,11 @@ class Config:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
         _check_engine(self.engine)
+        if self.access.insecure_tokens and not self.access.tokens:
+            raise ConfigError("insecure_tokens is given and tokens is not; leave it out")
         _check_range("journal_max_mb", self.keeping.journal_max_bytes >> 20, 8, 1 << 20)
         _check_seconds("retention", self.keeping.retention_s, 0)
-        _check_seconds("max_attach_window", self.keeping.max_window_s, 0)
+        _check_seconds("max_attach_window", self.keeping.max_window_s, 0, MAX_WINDOW_S)
         _check_seconds("slow_reader_timeout", self.keeping.slow_reader_s, 0.001)
         if self.access.tokens and not (self.access.tls or self.access.insecure_tokens):
             _check_loopback(self.host)
@@ -206,9 +211,9 @@ def _check_range(name: str, value: int, low: int, high: int) -> None:
         raise ConfigError(f"{name} is {value}; {low} to {high} is accepted")
 
 
-def _check_seconds(name: str, value: float, low: float) -> None:
-    if not math.isfinite(value) or value < low:
-        raise ConfigError(f"{name} is {value}; a number of seconds from {low:g} up is accepted")
+def _check_seconds(name: str, value: float, low: float, high: float = MAX_SECONDS) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}; {low:g} to {high:.0f} seconds are accepted")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -303,6 +308,13 @@ def _shown(path: Path | None) -> str:
     return "not given" if path is None else str(path)
 
 
+def _path(text: str) -> Path:
+    """An empty text would be the current folder: a variable that is not set, as a rule."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; leave the option out, or name one")
+    return Path(text)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -316,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="checkpoint folder")
+    add("--model", type=_path, required=True, help="checkpoint folder")
     add("--served-name", default=own.served_name, help="name shown to clients; empty: the folder's")
     add("--host", default=own.host, help="address to listen on")
     add("--port", type=int, default=own.port, help="0: any free port")
@@ -333,7 +345,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_keeping(parser: argparse.ArgumentParser, own: Keeping) -> None:
     add = parser.add_argument
     journal = "folder of the journal: requests go on after a restart; default: none"
-    add("--journal", type=Path, help=journal)
+    add("--journal", type=_path, help=journal)
     size = own.journal_max_bytes >> 20
     add("--journal-max-mb", type=int, default=size, help="size of the journal, in MiB")
     retention = "seconds for which an ended request can still be attached to"
@@ -346,10 +358,10 @@ def _add_keeping(parser: argparse.ArgumentParser, own: Keeping) -> None:
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tls-cert", type=Path, help="certificate chain of the port, in PEM")
-    add("--tls-key", type=Path, help="its key, in PEM")
-    add("--tls-client-ca", type=Path, help="clients must bring a certificate that this CA signed")
-    add("--tokens", type=Path, help="JSON or TOML file of bearer tokens; calls need one of them")
+    add("--tls-cert", type=_path, help="certificate chain of the port, in PEM")
+    add("--tls-key", type=_path, help="its key, in PEM")
+    add("--tls-client-ca", type=_path, help="clients must bring a certificate that this CA signed")
+    add("--tokens", type=_path, help="JSON or TOML file of bearer tokens; calls need one of them")
     plain = "tokens may cross networks without TLS: something else encrypts"
     add("--insecure-tokens", action="store_true", help=plain)
     add("--no-reflection", action="store_true", help="do not describe the services to callers")
@@ -360,9 +372,9 @@ def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add = parser.add_argument
     add("--tp", type=int, help="tensor-parallel ranks; default: one, or one per given worker")
     add("--workers", default="", help="running workers in rank order: host:port,unix:/path,...")
-    add("--workers-tls-ca", type=Path, help="CA of the workers' certificates, in PEM")
-    add("--workers-tls-cert", type=Path, help="certificate that workers are shown, in PEM")
-    add("--workers-tls-key", type=Path, help="its key, in PEM")
+    add("--workers-tls-ca", type=_path, help="CA of the workers' certificates, in PEM")
+    add("--workers-tls-cert", type=_path, help="certificate that workers are shown, in PEM")
+    add("--workers-tls-key", type=_path, help="its key, in PEM")
     add("--rendezvous", default=own.rendezvous_address, help="host:port where the ranks meet")
     add("--device", choices=DEVICES, default=own.device, help="of spawned workers")
     add(

@@ -412,6 +412,8 @@ class _Folder:
     def __init__(self, folder: Path) -> None:
         """Blocks. JournalError."""
         self.path = folder / "journal.db"
+        if folder.exists() and not folder.is_dir():
+            raise JournalError(f"the journal's folder {folder} cannot be used: it is a file")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

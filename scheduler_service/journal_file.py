@@ -168,12 +168,15 @@ class JournalFile:
         self._max_pages = (max_bytes - 4 * self._max_log_bytes) // _PAGE_BYTES
         self._setups: dict[Setup, bytes] = {}
         _make_private(path)
+        self._inode = os.stat(path).st_ino
+        self._is_prepared = False
         self._db = sqlite3.connect(path, 0.0, 0, None, check_same_thread=False)
         try:
             self._prepare()
         except BaseException:
             self.close()
             raise
+        self._is_prepared = True
 
     @property
     def max_transaction_bytes(self) -> int:
@@ -243,8 +246,11 @@ class JournalFile:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of its block or nothing. FileNotFoundError when somebody took the file away."""
-        os.stat(self._path)
+        """All of its block or nothing. FileNotFoundError when somebody took the file away,
+        DamagedError when it was cut or is another one."""
+        found = os.stat(self._path)
+        if found.st_ino != self._inode or (self._is_prepared and not found.st_size):
+            raise DamagedError("it was cut, or replaced, while it was open")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

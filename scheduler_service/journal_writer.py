@@ -153,7 +153,7 @@ class JournalWriter:
             self._take()
             try:
                 self._write()
-            except (sqlite3.Error, OSError) as error:
+            except (sqlite3.Error, OSError, DamagedError) as error:
                 self._fail(error)
             except Exception as error:
                 # A fault of ours. The thread must not end of it.

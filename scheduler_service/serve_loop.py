@@ -20,6 +20,8 @@ from .worker_group import WorkerGroup
 
 _log = logging.getLogger(__name__)
 
+# A timer that fires so much later says that the event loop did not run.
+_LATE_NS = 500_000_000
 # Shortest timer; an event loop may fire a little early, and then looks again.
 _MIN_TIMER_S = 0.001
 
@@ -32,6 +34,7 @@ class SilenceWatch:
         self._on_silence = on_silence
         # When the last result came, or the first became due; None: nothing is due.
         self._since_ns: int | None = None
+        self._due_ns = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -44,7 +47,7 @@ class SilenceWatch:
         if self._since_ns is None:
             self._since_ns = time.monotonic_ns()
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
+            self._arm(self._timeout_s)
 
     def heard(self, more_is_due: bool) -> None:
         """Something came. The timer is left to run: it looks again when it fires."""
@@ -65,12 +68,18 @@ class SilenceWatch:
         self._timer = None
         if self._since_ns is None:
             return
+        if time.monotonic_ns() - self._due_ns > _LATE_NS:
+            # We stood still, not the workers: whatever they sent is read first.
+            self._since_ns = time.monotonic_ns()
         silence_s = self.silence_ns / 1e9
         if silence_s >= self._timeout_s:
             self._on_silence(silence_s)
             return
-        left_s = max(_MIN_TIMER_S, self._timeout_s - silence_s)
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._check)
+        self._arm(max(_MIN_TIMER_S, self._timeout_s - silence_s))
+
+    def _arm(self, delay_s: float) -> None:
+        self._due_ns = time.monotonic_ns() + round(delay_s * 1e9)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
 
 
 class EngineBugError(GroupError):

@@ -221,6 +221,7 @@ class InferenceService:
             check_fits(requests)
         await self._constrain(call, requests)
         _mark(requests, accepting.caller.name, accepting.caller.limits)
+        self.calls.check_free(requests[0].call_id, accepting.caller.name)
         record = self._record(accepting, requests, prompt.opens_reasoning)
         stream = self.engine.submit(requests)
         accepted = Call(record, tuple(requests), stream, call.attach_window_s)
@@ -238,13 +239,14 @@ class InferenceService:
         if len(places) > len(known.requests):
             raise InvalidArgumentError(
                 "other_next_token_indices",
-                f"has {len(places) - 1} entries; request {call_id!r} has "
-                f"{len(known.requests)} answers",
+                f"has {len(places) - 1} entries; at most {len(known.requests) - 1} are possible, "
+                f"request {call_id!r} has {len(known.requests)} answers",
             )
         rest = [FROM_START] * (len(known.requests) - len(places))
         places = [*places, *rest]
         for choice, place in enumerate(places):
             known.check_index(choice, place.token_index)
+        known.check_prompt_index(places[0].prompt_index)
         known.stream = known.stream.reopened()
         self.engine.redirect(known.stream)
         return self._generation(known, call, places, is_attached=True)

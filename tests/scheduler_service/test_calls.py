@@ -18,6 +18,7 @@ from scheduler_service.auth import Caller
 from scheduler_service.calls import TOKEN_PART, Generation
 from scheduler_service.errors import (
     CorruptedError,
+    DuplicateRequestError,
     ExpiredRequestError,
     InvalidArgumentError,
     NotEndedError,
@@ -321,6 +322,29 @@ async def test_who_leaves_after_the_end_does_not_cancel_the_next_call_of_that_id
         engine.finish(FinishReason.LENGTH)
         await service.begin(call(), accepting())
     assert engine.cancelled == []
+
+
+async def test_a_kept_id_is_not_another_clients_to_replace(service, engine, model):
+    alice, bob = Caller("alice", is_operator=False), Caller("bob", is_operator=False)
+    async with await service.begin(call(), Accepting(alice, b"")) as generation:
+        engine.finish(FinishReason.LENGTH)
+        await read_to_end(generation, Received())
+    with pytest.raises(DuplicateRequestError, match="known already"):
+        await service.begin(call(), Accepting(bob, b""))
+    assert len(engine.requests) == 1
+    service.find("r", alice)
+    async with await service.begin(call(), Accepting(alice, b"")):
+        assert len(engine.requests) == 2
+
+
+async def test_prompt_logprobs_that_cannot_have_come(service, engine, model):
+    asked = replace(call(), prompt=replace(call().prompt, token_ids=(5, 6, 7)))
+    for number, bound in ((None, 0), (0, 3)):
+        with_logprobs = replace(asked, prompt_logprobs=number, request_id=f"r{bound}")
+        async with await service.begin(with_logprobs, accepting()):
+            place = ReadFrom(0, prompt_index=bound + 1)
+            with pytest.raises(OutOfRangeError, match=f"beyond the {bound} tokens"):
+                service.attach(f"r{bound}", ME, with_logprobs, [place])
 
 
 async def test_an_end_that_is_an_error_comes_behind_its_tokens(service, engine, model):

@@ -9,6 +9,7 @@ from scheduler_service.config import (
     Access,
     Config,
     ConfigError,
+    Keeping,
     TlsFiles,
     join_address,
     parse_arguments,
@@ -137,6 +138,12 @@ def test_engine_settings_that_cannot_be(changes, words):
         ({"host": ""}, "host is empty"),
         ({"port": 65536}, "port is 65536; 0 to 65535"),
         ({"grace_s": -1.0}, "grace is -1"),
+        ({"grace_s": 1e10}, "grace is 10000000000.0; 0 to 1000000000 seconds"),
+        ({"keeping": Keeping(retention_s=1e17)}, "retention is 1e+17"),
+        ({"keeping": Keeping(max_window_s=1e12)}, "max_attach_window is 1000000000000.0"),
+        ({"keeping": Keeping(journal_max_bytes=1 << 20)}, "journal_max_mb is 1; 8 to"),
+        ({"keeping": Keeping(slow_reader_s=0.0)}, "slow_reader_timeout is 0"),
+        ({"access": Access(insecure_tokens=True)}, "insecure_tokens is given and tokens is not"),
         ({"log_level": "loud"}, "log_level is 'loud'"),
         ({"log_format": "xml"}, "log_format is 'xml'"),
     ],
@@ -147,7 +154,10 @@ def test_process_settings_that_cannot_be(changes, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("words", [["--dtype", "int8"], ["--slots", "3"], ["--port", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--dtype", "int8"], ["--slots", "3"], ["--port", "x"], ["--journal", ""], ["--tokens", ""]],
+)
 def test_words_that_are_not_understood(words):
     with pytest.raises(ConfigError, match=words[0]):
         parse_arguments(["--model", "m", *words])

@@ -710,6 +710,24 @@ async def test_a_file_that_is_taken_away(tmp_path, monkeypatch):
     assert set(recorded(tmp_path)) == {"c"}
 
 
+@pytest.mark.parametrize("how", ["cut", "replaced"])
+async def test_a_file_that_is_cut_or_replaced_while_it_is_open(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(journal_writer, "RETRY_S", 0.01)
+    path = tmp_path / "journal.db"
+    with journal_of(tmp_path) as journal:
+        assert await journal.accept(record("old"))
+        if how == "cut":
+            os.truncate(path, 0)
+        else:
+            other = tmp_path / "other"
+            other.write_bytes(path.read_bytes())
+            other.replace(path)
+        assert not await journal.accept(record("b"))
+        await is_state(journal, JournalState.ON)
+        assert await journal.accept(record("c"))
+    assert set(recorded(tmp_path)) == {"c"}
+
+
 async def test_a_file_that_is_damaged_while_it_is_open(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(journal_writer, "RETRY_S", 0.01)
     with journal_of(tmp_path) as journal:

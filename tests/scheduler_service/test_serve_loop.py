@@ -40,6 +40,20 @@ async def test_what_was_heard_in_time_is_no_silence():
     assert told == []
 
 
+async def test_the_time_that_we_stood_still_is_not_their_silence():
+    """SIGSTOP, a host that swaps: the workers' results are read first."""
+    told: list[float] = []
+    watch = SilenceWatch(0.2, told.append)
+    watch.expect()
+    time.sleep(1.0)  # noqa: ASYNC251  (the event loop does not run)
+    async with asyncio.timeout(20):
+        while watch.silence_ns > 500_000_000:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    assert told == []
+    watch.heard(more_is_due=False)
+    watch.stop()
+
+
 async def test_suspended_it_counts_but_does_not_tell():
     told: list[float] = []
     watch = SilenceWatch(0.005, told.append)

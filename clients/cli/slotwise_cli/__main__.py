@@ -103,9 +103,14 @@ def main() -> None:
 
 
 def _advice(error: CliError | SlotwiseError) -> str:
-    if isinstance(error, UnavailableError) and error.message.startswith("no answer from"):
+    if isinstance(error, UnauthenticatedError):
+        return " (--token-file, or SLOTWISE_TOKEN)"
+    if not isinstance(error, UnavailableError) or not error.message.startswith("no answer from"):
+        return ""
+    if "refused" in error.message:
         return "; `slotwise serve demo` starts a server"
-    return ""
+    # gRPC does not tell a handshake that failed from a connection that broke.
+    return "; does it want TLS (--tls), or a client certificate (--tls-cert, --tls-key)?"
 
 
 def exit_code(error: CliError | SlotwiseError) -> int:

@@ -49,8 +49,8 @@ class Keeper:
     def send_signal(self, signum: int) -> None:
         """Pass a signal on; no other scheduler follows.
 
-        The first one drains, another one ends at once. Not as it came: who sends it to all processes
-        of a service has sent it to the scheduler too, and that would be the second one.
+        The first one drains, another one ends at once. Not as it came: who sends it to all
+        processes of a service has sent it to the scheduler too: that would be the second one.
         """
         is_first = not self._is_told.is_set()
         self._is_told.set()

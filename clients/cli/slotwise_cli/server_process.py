@@ -73,9 +73,12 @@ class ServerProcess:
         code = self.wait()
         if self._error:
             return CliError("\n".join(self._error).removeprefix("error: "), exit_code=code or 1)
+        if code > 128:
+            # What it said last has nothing to do with that.
+            return CliError(f"the scheduler was killed by signal {code - 128}", exit_code=code)
         last = self._last_lines[-1] if self._last_lines else "it printed nothing"
-        how = f"was killed by signal {code - 128}" if code > 128 else f"ended with status {code}"
-        return CliError(f"the scheduler {how}; its last words: {last}", exit_code=code or 1)
+        message = f"the scheduler ended with status {code}; its last words: {last}"
+        return CliError(message, exit_code=code or 1)
 
     def send_signal(self, signum: int) -> None:
         """Pass a signal on."""
@@ -153,4 +156,5 @@ def _drop(line: str) -> None:
 
 
 def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    # At once: whoever starts another one wants its port and its journal.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

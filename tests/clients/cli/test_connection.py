@@ -84,11 +84,8 @@ def test_a_signal_cancels_the_request(lossy, signum, code, message):
 
 def test_who_ignores_the_loss_of_the_terminal_goes_on(served):
     served.script.blocked = True
-    ignoring = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        program = start("generate", "x", "--json", "--server", served.address)
-    finally:
-        signal.signal(signal.SIGHUP, ignoring)
+    command = ["generate", "x", "--json", "--server", served.address]
+    program = start(*command, hangup=signal.SIG_IGN)
     try:
         assert served.script.first_delta.wait(TIMEOUT_S)
         program.send_signal(signal.SIGHUP)
@@ -99,7 +96,12 @@ def test_who_ignores_the_loss_of_the_terminal_goes_on(served):
     assert err == "error: ended by SIGTERM\n"
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*words: str, hangup: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen[str]:
+    """`hangup`: what SIGHUP does when the command begins; in a suite under nohup, nothing."""
     command = [sys.executable, "-m", "slotwise_cli", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
