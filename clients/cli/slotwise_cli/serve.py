@@ -50,7 +50,7 @@ def serve(
     ] = None,
     max_queue_len: Annotated[int | None, typer.Option(help="Requests that may wait [256].")] = None,
     max_waiting_per_client: Annotated[
-        int | None, typer.Option(help="Requests of one client that may wait.")
+        int | None, typer.Option(help="Requests of one client that may wait, 0: no bound \\[0].")
     ] = None,
     fair_share: Annotated[
         bool,
