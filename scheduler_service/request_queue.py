@@ -82,8 +82,8 @@ class RequestQueue:
         num_waiting = self.num_waiting_of(request.client)
         if max_waiting and num_waiting + len(requests) > max_waiting + spare:
             raise QueueFullError(
-                f"{num_waiting} requests of this client wait or begin to run{beside}, the limit for "
-                f"one client is {max_waiting}; retry later",
+                f"{num_waiting} requests of this client wait or begin to run{beside}, the limit "
+                f"for one client is {max_waiting}; retry later",
                 retry_after_s,
             )
 
