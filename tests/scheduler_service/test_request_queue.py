@@ -119,7 +119,7 @@ def test_a_client_may_let_so_many_wait(kind):
     push(queue, "a", client="x", max_waiting=2)
     push(queue, "b", client="x", max_waiting=2)
     with pytest.raises(
-        QueueFullError, match="2 requests of this client wait or begin to run, .* client is 2;"
+        QueueFullError, match=r"2 requests of this client wait or begin to run, .* client is 2;"
     ) as caught:
         push(queue, "c", client="x", max_waiting=2)
     assert caught.value.retry_after_s == 1.5
