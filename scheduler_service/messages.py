@@ -253,6 +253,7 @@ def accepted(generation: Generation, *, is_journaled: bool) -> pb.Accepted:
         seed=generation.request.sampling.seed,
         queue_position=generation.queue_position,
         is_journaled=is_journaled,
+        num_choices=generation.num_answers,
     )
 
 

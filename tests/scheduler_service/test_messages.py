@@ -265,6 +265,7 @@ def test_updates_join_to_whole_answers():
     response = whole.response()
     assert (response.request_id, response.accepted.seed) == ("me", 9)
     assert response.accepted.is_journaled
+    assert response.accepted.num_choices == 2
     assert [one.token.token_id for one in response.prompt_logprobs] == [2, 3]
     assert [choice.index for choice in response.choices] == [0, 1]
     choice = response.choices[1]

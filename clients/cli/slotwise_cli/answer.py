@@ -86,8 +86,8 @@ def answers_for(n: int | None) -> list[Answer]:
     return [Answer() for _ in range(min(max(n or 1, 1), MAX_ANSWERS))]
 
 
-def follow(stream: Stream[Event], output: Output, answers: Sequence[Answer]) -> None:
-    """Read a stream of as many choices as `answers` to its end.
+def follow(stream: Stream[Event], output: Output, answers: list[Answer]) -> None:
+    """Read a stream to its end, into as many `answers` as the server tells of.
 
     The text of a single one is shown as it comes unless JSON is wanted, its reasoning on stderr.
     CliError when there are more.
@@ -95,6 +95,7 @@ def follow(stream: Stream[Event], output: Output, answers: Sequence[Answer]) -> 
     for event in stream:
         match event:
             case Accepted():
+                answers += answers_for(event.num_choices)[len(answers) :]
                 for index, answer in enumerate(answers):
                     answer.request_id, answer.index = event.request_id, index
                 answers[0].seed = event.seed

@@ -20,13 +20,12 @@ def attach(
         list[int] | None,
         typer.Option("--from", min=0, help="First token to read; repeat it for further answers."),
     ] = None,
-    n: Annotated[int, typer.Option("-n", "--n", help="How many answers it has.")] = 1,
     as_json: JsonFlag = False,
 ) -> None:
     """Read a request on, while it runs and for a while after. Ctrl-C cancels it."""
     output = Output(as_json)
     first, *others = begins or [0]
-    answers = answers_for(max(n, 1 + len(others)))
+    answers = answers_for(1 + len(others))
     with (
         connection.client() as client,
         client.attach(request_id, first, others) as stream,

@@ -279,6 +279,7 @@ def accepted(request_id: str, message: pb.Accepted) -> Accepted:
         message.seed,
         message.queue_position,
         message.is_journaled,
+        message.num_choices,
     )
 
 

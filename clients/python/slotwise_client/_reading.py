@@ -142,7 +142,7 @@ class Reading(Source[Event]):
         self._is_heard = False
         self._num_sent = 0
         self._request: pb.GenerateRequest | None = None
-        # By choice, as they come; how many there are is not known of an attached request.
+        # By choice, as they come; how many there are of an attached request is told with Accepted.
         self._num_choices: int | None
         self._received: dict[int, Received] = {}
         if isinstance(request, pb.AttachRequest):
@@ -288,6 +288,8 @@ class Reading(Source[Event]):
     def _take_accepted(self, response: pb.GenerateResponse) -> Event | None:
         self._is_heard = True
         self._began_at = self._clock()
+        if self._num_choices is None:
+            self._num_choices = response.accepted.num_choices or None
         if self._lost_at is not None:
             self._lost_s += self._began_at - self._lost_at
             self._lost_at = None

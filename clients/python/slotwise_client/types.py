@@ -119,7 +119,8 @@ class GenerateOptions(TypedDict, total=False):
 class Accepted:
     """First event of a stream: the request is valid and queued.
 
-    `is_journaled`: it goes on after the server's death and restart.
+    `is_journaled`: it goes on after the server's death and restart. `num_choices`: how many answers
+    come; 0 when the server does not tell.
     """
 
     request_id: str
@@ -127,6 +128,7 @@ class Accepted:
     seed: int
     queue_position: int
     is_journaled: bool = False
+    num_choices: int = 0
 
 
 @dataclass(frozen=True, slots=True)

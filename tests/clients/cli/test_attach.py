@@ -20,7 +20,7 @@ def test_what_was_generated_is_read_again_and_computed_again(tiny_model, slotwis
         asked = ["--request-id", "mine", "--temperature", "1", "--ignore-eos", "-n", "2"]
         done = slotwise("generate", "a b c", *asked, "--max-new-tokens", "9", *words)
         assert done.code == 0
-        again = slotwise("attach", "mine", "-n", "2", *words)
+        again = slotwise("attach", "mine", *words)
         assert (again.code, again.out) == (0, done.out)
         replayed = slotwise("replay", "mine", *words)
         assert (replayed.code, replayed.err) == (0, "")

@@ -68,3 +68,15 @@ def test_time_with_a_server_counts_back():
     life.lost(0)
     with pytest.raises(UnavailableError):
         life.lost(40)
+
+
+def test_an_attached_request_is_over_with_its_last_answer():
+    """How many there are is told with Accepted."""
+    life = Life(60)
+    connection = life.reading._connection
+    reading = Reading(connection, pb.AttachRequest(request_id="r"), lambda: life.now_s)
+    reading.next_call()
+    reading.take(pb.GenerateResponse(accepted=pb.Accepted(num_choices=2)))
+    for index, is_over in ((1, False), (0, True)):
+        reading.take(pb.GenerateResponse(finished=pb.Finished(index=index)))
+        assert reading.is_over == is_over
