@@ -3,8 +3,8 @@
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,32 +60,38 @@ def journal(
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     new_tokens: Annotated[int, typer.Option("--output-tokens", min=2)] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each, by turns.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each pair, by turns.")] = 5,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Pairs of servers; equal ones differ by their luck too.")
+    ] = 4,
     folder: Annotated[
         Path | None, typer.Option(help="For the journal; else in the system's temporary folder.")
     ] = None,
     json_file: JsonFileOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure tokens/s and TTFT with a journal and without, by turns, on two equal servers."""
+    """Measure tokens/s and TTFT with a journal and without, by turns, on pairs of equal servers.
+
+    The one with a journal is started first in every other pair.
+    """
     check_files(json_file, None)
     output = Output(as_json)
     work = Work(prompt_tokens, new_tokens)
     flags = server_flags(device=device, dtype=dtype, tp=tp, threads=threads)
     flags += server_flags(num_slots=concurrency, max_seq_len=prompt_tokens + new_tokens)
-    with ExitStack() as stack:
-        report = stack.enter_context(output.progress())
+    measured: list[dict[str, _Rounds]] = []
+    with output.progress() as report:
         checkpoint = model_folder(model or "demo", report)
-        place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        addresses = {
-            WITHOUT: stack.enter_context(running_server(checkpoint, flags, report)),
-            WITH: stack.enter_context(
-                running_server(checkpoint, [*flags, "--journal", place], report)
-            ),
-        }
-        with Client(addresses[WITH]) as client:
-            info, server = client.model_info(timeout=60), client.server_info(timeout=60)
-        rounds = asyncio.run(_measure(addresses, work, info, concurrency, repeats, report))
+        for pair in range(pairs):
+            with _pair(checkpoint, flags, folder, pair % 2 == 1, report) as addresses:
+                with Client(addresses[WITH]) as client:
+                    info, server = client.model_info(timeout=60), client.server_info(timeout=60)
+                rounds = _measure(addresses, work, info, concurrency, repeats, report)
+                measured.append(asyncio.run(rounds))
+    together = {
+        name: _Rounds([run for one in measured for run in one[name].runs])
+        for name in (WITHOUT, WITH)
+    }
     result = {
         "model": info.name,
         "device": server.workers[0].device,
@@ -93,14 +99,32 @@ def journal(
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "repeats": repeats,
-        **{name: rounds[name].summary() for name in addresses},
-        "cost_percent": asdict(_cost(rounds[WITHOUT].speeds, rounds[WITH].speeds)),
+        "pairs": pairs,
+        **{name: rounds.summary() for name, rounds in together.items()},
+        "cost_percent": asdict(
+            _cost([(one[WITHOUT].speeds, one[WITH].speeds) for one in measured])
+        ),
     }
     write_json_file(json_file, result)
     if as_json:
         output.json(result)
     else:
         _show(result, output)
+
+
+@contextmanager
+def _pair(
+    checkpoint: Path, flags: list[str], folder: Path | None, is_swapped: bool, report: Report
+) -> Iterator[dict[str, str]]:
+    """Addresses of two servers that differ in nothing but the journal."""
+    with ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        extra = {WITHOUT: [], WITH: ["--journal", place]}
+        addresses = {}
+        for name in (WITH, WITHOUT) if is_swapped else (WITHOUT, WITH):
+            server = running_server(checkpoint, [*flags, *extra[name]], report)
+            addresses[name] = stack.enter_context(server)
+        yield addresses
 
 
 async def _measure(
@@ -126,11 +150,12 @@ async def _measure(
     return rounds
 
 
-def _cost(without: Sequence[float], with_it: Sequence[float]) -> Spread:
-    """Percent of tokens/s, of the medians; the spread is that of pairs of neighbouring rounds."""
-    pairs = [100 * (1 - mine / other) for other, mine in zip(without, with_it, strict=True)]
-    median = 100 * (1 - statistics.median(with_it) / statistics.median(without))
-    return Spread(median, min(pairs), max(pairs))
+def _cost(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Spread:
+    """Percent of tokens/s that the journal costs, over pairs of (without, with): of each pair by
+    the medians of its rounds."""
+    return Spread.of(
+        [100 * (1 - statistics.median(mine) / statistics.median(other)) for other, mine in pairs]
+    )
 
 
 def _show(result: dict[str, Any], output: Output) -> None:
@@ -150,10 +175,11 @@ def _show(result: dict[str, Any], output: Output) -> None:
     cost = result["cost_percent"]
     output.line(
         f"{result['model']} on {result['device']}: {result['concurrency']} requests of "
-        f"{result['prompt_tokens']} + {result['new_tokens']} tokens, {result['repeats']} rounds"
+        f"{result['prompt_tokens']} + {result['new_tokens']} tokens, {result['repeats']} rounds of "
+        f"{result['pairs']} pairs"
     )
     output.table(table)
     output.line(
-        f"The journal costs {cost['median']:.2f} % (single rounds {cost['min']:.2f} to "
+        f"The journal costs {cost['median']:.2f} % (single pairs {cost['min']:.2f} to "
         f"{cost['max']:.2f} %)."
     )

@@ -15,7 +15,8 @@ def test_both_servers_are_measured(tmp_path):
     folder.mkdir()
     make_checkpoint(folder, "qwen3", tokenizer=True)
     command = ["bench", "journal", "--model", str(folder), "--concurrency", "2", "--repeats", "2"]
-    done = CliRunner().invoke(build_app(), [*command, "--output-tokens", "8", "--json"])
+    command += ["--pairs", "1", "--output-tokens", "8", "--json"]
+    done = CliRunner().invoke(build_app(), command)
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["concurrency"] == 2
@@ -24,6 +25,7 @@ def test_both_servers_are_measured(tmp_path):
         assert 0 < speed["min"] <= speed["median"] <= speed["max"]
 
 
-def test_the_cost_is_of_medians_and_its_spread_of_neighbours():
-    cost = _cost([100.0, 100.0, 200.0], [99.0, 90.0, 200.0])
-    assert (cost.median, cost.min, cost.max) == pytest.approx((1.0, 0.0, 10.0))
+def test_the_cost_is_of_medians_of_pairs():
+    pairs = [([100.0, 100.0, 200.0], [99.0, 90.0, 200.0]), ([100.0], [97.0]), ([10.0], [10.5])]
+    cost = _cost(pairs)
+    assert (cost.median, cost.min, cost.max) == pytest.approx((1.0, -5.0, 3.0))
