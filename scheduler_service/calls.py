@@ -100,7 +100,8 @@ class Call:
         first = self.requests[0]
         wants = first.num_prompt_logprobs is not None
         bound = len(first.prompt_token_ids) if wants else 0
-        if index > bound:
+        # The first one is that of token 1.
+        if index > max(bound, 1):
             raise OutOfRangeError(
                 f"next_prompt_token_index {index} is beyond the {bound} tokens of the prompt whose "
                 f"logprobs request {self.call_id!r} asked for"

@@ -342,7 +342,8 @@ async def test_prompt_logprobs_that_cannot_have_come(service, engine, model):
     for number, bound in ((None, 0), (0, 3)):
         with_logprobs = replace(asked, prompt_logprobs=number, request_id=f"r{bound}")
         async with await service.begin(with_logprobs, accepting()):
-            place = ReadFrom(0, prompt_index=bound + 1)
+            service.attach(f"r{bound}", ME, with_logprobs, [ReadFrom(0, prompt_index=1)])
+            place = ReadFrom(0, prompt_index=bound + 2)
             with pytest.raises(OutOfRangeError, match=f"beyond the {bound} tokens"):
                 service.attach(f"r{bound}", ME, with_logprobs, [place])
 
