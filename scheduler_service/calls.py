@@ -54,7 +54,6 @@ class Call:
     # Whether it is in the journal, as soon as that is known; None: there is no journal.
     journaled: asyncio.Future[bool] | None = None
     ended_s: float | None = None
-
     # Which answer is which, by request id.
     choices: dict[str, int] = field(init=False)
 
@@ -123,7 +122,8 @@ class Calls:
         # Bytes of those that have ended, in order of their end.
         self._ended: OrderedDict[str, int] = OrderedDict()
         self._num_ended_bytes = 0
-        self._expired: deque[str] = deque(maxlen=_MAX_EXPIRED)
+        # In order of their expiry.
+        self._expired: OrderedDict[str, None] = OrderedDict()
         self._waits: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
@@ -241,7 +241,9 @@ class Calls:
 
     def _expire(self, call_id: str) -> None:
         self._forget(call_id)
-        self._expired.append(call_id)
+        self._expired[call_id] = None
+        if len(self._expired) > _MAX_EXPIRED:
+            self._expired.popitem(last=False)
 
     def _forget(self, call_id: str) -> None:
         self._num_ended_bytes -= self._ended.pop(call_id)

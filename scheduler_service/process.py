@@ -54,7 +54,7 @@ class Process:
         with self._signals():
             access = self._config.access
             gate = None
-            if access.tokens or not access.operator_calls:
+            if self._callers.wants_tokens or not access.operator_calls:
                 gate = Gate(self._callers, operator_calls=access.operator_calls)
             server = make_server(self._health, gate, with_reflection=access.reflection)
             self._warn_of_open_ports()

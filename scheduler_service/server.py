@@ -105,11 +105,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _attach(self, request: pb.AttachRequest, context: CallContext) -> None:
         messages.refuse_unknown_fields(request)
         check_request_id(request.request_id)
-        caller = self._callers.of(context)
-        record = self._service.find(request.request_id, caller).record
-        call = messages.recorded_call(record)
-        places = messages.places(request)
-        generation = self._service.attach(request.request_id, caller, call, places)
+        known = self._service.find(request.request_id, self._callers.of(context))
+        call = messages.recorded_call(known.record)
+        generation = self._service.attach(known, call, messages.places(request))
         async with generation:
             await self._tell(generation, context)
 
@@ -171,7 +169,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> Generation:
         with self._service.rejections.counted():
             call = messages.generate_call(request)
-            accepting = self._accepting(messages.kept(request), context)
+            accepting = self._accepting(messages.take_kept(request), context)
             return await self._service.begin(call, accepting, is_whole=is_whole)
 
     def _accepting(self, kept: bytes, context: CallContext) -> Accepting:

@@ -228,19 +228,16 @@ class InferenceService:
         self.calls.add(accepted)
         return self._generation(accepted, call, [FROM_START] * len(requests))
 
-    def attach(
-        self, call_id: str, caller: Caller, call: GenerateCall, places: Sequence[ReadFrom]
-    ) -> Generation:
+    def attach(self, known: Call, call: GenerateCall, places: Sequence[ReadFrom]) -> Generation:
         """Reads a call on, from a place in each answer; `call` is what its record asks for.
 
-        UnknownRequestError, ExpiredRequestError, PermissionDeniedError, OutOfRangeError.
+        InvalidArgumentError for more places than answers; OutOfRangeError.
         """
-        known = self.find(call_id, caller)
         if len(places) > len(known.requests):
             raise InvalidArgumentError(
                 "other_next_token_indices",
                 f"has {len(places) - 1} entries; at most {len(known.requests) - 1} are possible, "
-                f"request {call_id!r} has {len(known.requests)} answers",
+                f"request {known.call_id!r} has {len(known.requests)} answers",
             )
         rest = [FROM_START] * (len(known.requests) - len(places))
         places = [*places, *rest]

@@ -98,6 +98,10 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+def attach(service, call_id, caller, asked, places):
+    return service.attach(service.find(call_id, caller), asked, places)
+
+
 TEXTS = st.text(st.sampled_from("abc<>é👨 \n"), max_size=12)
 
 
@@ -136,7 +140,7 @@ def test_each_token_and_each_character_exactly_once(model, data, text, stop, los
                 for update in await generation.next():
                     cut.add(update, with_tail=loses == "end", with_end=False)
         place = ReadFrom(cut.next_index)
-        async with service.attach("r", ME, asked, [place]) as generation:
+        async with attach(service, "r", ME, asked, [place]) as generation:
             if engine.stream.logs["r"].end is None:
                 if tokens[where:]:
                     engine.tokens(where, *tokens[where:])
@@ -158,7 +162,7 @@ async def test_a_new_reader_takes_the_place_of_the_old_one(service, engine, mode
             first.add(update)
         waiting = asyncio.ensure_future(old.next())
         await next_turns()
-        async with service.attach("r", ME, asked, [FROM_START]) as new:
+        async with attach(service, "r", ME, asked, [FROM_START]) as new:
             with pytest.raises(SupersededError, match="another connection"):
                 await waiting
             with pytest.raises(SupersededError):
@@ -179,7 +183,7 @@ async def test_what_was_not_yet_read_is_not_lost_nor_doubled(service, engine, mo
     async with await service.begin(asked, accepting()):
         engine.tokens(0, a)
         engine.tokens(1, b)
-        async with service.attach("r", ME, asked, [ReadFrom(1)]) as new:
+        async with attach(service, "r", ME, asked, [ReadFrom(1)]) as new:
             engine.tokens(2, c)
             engine.finish(FinishReason.LENGTH, 3)
             received.next_index = 1
@@ -200,7 +204,7 @@ async def test_it_goes_on_without_a_reader_and_stop_strings_are_found(service, e
     await next_turns()
     assert service.calls.num_unread == 0
     received = Received()
-    async with service.attach("r", ME, asked, [FROM_START]) as generation:
+    async with attach(service, "r", ME, asked, [FROM_START]) as generation:
         (update,) = await generation.next()
         received.add(update)
         assert update.end.matched_stop == "bc"
@@ -227,7 +231,7 @@ async def test_a_reader_in_time_stops_the_window(service, engine, model):
     asked = call(attach_window_s=0.05)
     async with await service.begin(asked, accepting()):
         pass
-    async with service.attach("r", ME, asked, [FROM_START]) as generation:
+    async with attach(service, "r", ME, asked, [FROM_START]) as generation:
         await asyncio.sleep(0.1)
         assert engine.cancelled == []
         engine.finish(FinishReason.LENGTH)
@@ -241,11 +245,11 @@ async def test_indices_beyond_what_was_told(service, engine, model):
         engine.tokens(0, *ids(model, "ab"))
         engine.tokens(0, *ids(model, "a"), answer=1)
         with pytest.raises(OutOfRangeError, match=r"3 is beyond .* answer 0 .*: 2 tokens"):
-            service.attach("r", ME, asked, [ReadFrom(3)])
+            attach(service, "r", ME, asked, [ReadFrom(3)])
         with pytest.raises(OutOfRangeError, match="answer 1"):
-            service.attach("r", ME, asked, [ReadFrom(2), ReadFrom(2)])
+            attach(service, "r", ME, asked, [ReadFrom(2), ReadFrom(2)])
         with pytest.raises(InvalidArgumentError, match="other_next_token_indices"):
-            service.attach("r", ME, asked, [FROM_START] * 3)
+            attach(service, "r", ME, asked, [FROM_START] * 3)
         # Nobody was disturbed.
         assert engine.stream is service.calls.find("r").stream
 
@@ -258,10 +262,10 @@ async def test_one_beyond_the_end_is_for_a_tail_alone(service, engine, model):
             engine.tokens(0, *tokens)
             engine.finish(FinishReason.LENGTH, len(tokens))
             await read_to_end(generation, Received())
-        async with service.attach("r", ME, asked, [ReadFrom(len(tokens))]) as generation:
+        async with attach(service, "r", ME, asked, [ReadFrom(len(tokens))]) as generation:
             (update,) = await generation.next()
             assert update.tail.text == held
-        async with service.attach("r", ME, asked, [ReadFrom(len(tokens) + 1)]) as generation:
+        async with attach(service, "r", ME, asked, [ReadFrom(len(tokens) + 1)]) as generation:
             if not held:
                 with pytest.raises(OutOfRangeError, match="beyond the end"):
                     await generation.next()
@@ -279,7 +283,7 @@ async def test_unknown_foreign_and_expired(model, engine):
     async with await service.begin(call(), Accepting(alice, b"")) as generation:
         assert engine.requests[0].client == "alice"
         with pytest.raises(PermissionDeniedError, match="another caller's"):
-            service.attach("r", bob, call(), [FROM_START])
+            attach(service, "r", bob, call(), [FROM_START])
         with pytest.raises(PermissionDeniedError):
             service.cancel("r", bob)
         assert engine.cancelled == []
@@ -312,7 +316,7 @@ async def test_an_id_that_is_used_again_is_the_new_calls(service, engine, model)
             engine.finish(FinishReason.LENGTH, len(text))
             await read_to_end(generation, Received())
     received = Received()
-    async with service.attach("r", ME, call(), [FROM_START]) as generation:
+    async with attach(service, "r", ME, call(), [FROM_START]) as generation:
         await read_to_end(generation, received)
     assert received.text == "c"
 
@@ -342,10 +346,10 @@ async def test_prompt_logprobs_that_cannot_have_come(service, engine, model):
     for number, bound in ((None, 0), (0, 3)):
         with_logprobs = replace(asked, prompt_logprobs=number, request_id=f"r{bound}")
         async with await service.begin(with_logprobs, accepting()):
-            service.attach(f"r{bound}", ME, with_logprobs, [ReadFrom(0, prompt_index=1)])
+            attach(service, f"r{bound}", ME, with_logprobs, [ReadFrom(0, prompt_index=1)])
             place = ReadFrom(0, prompt_index=bound + 2)
             with pytest.raises(OutOfRangeError, match=f"beyond the {bound} tokens"):
-                service.attach(f"r{bound}", ME, with_logprobs, [place])
+                attach(service, f"r{bound}", ME, with_logprobs, [place])
 
 
 async def test_an_end_that_is_an_error_comes_behind_its_tokens(service, engine, model):
@@ -357,7 +361,7 @@ async def test_an_end_that_is_an_error_comes_behind_its_tokens(service, engine, 
         assert update.text == "ab"
         with pytest.raises(CorruptedError, match="nan"):
             await generation.next()
-    async with service.attach("r", ME, asked, [ReadFrom(1)]) as generation:
+    async with attach(service, "r", ME, asked, [ReadFrom(1)]) as generation:
         (update,) = await generation.next()
         assert (update.first_token_index, update.text) == (1, "b")
         with pytest.raises(CorruptedError, match="nan"):
@@ -373,7 +377,7 @@ async def test_long_answers_are_told_again_in_parts(service, engine, model):
         engine.finish(FinishReason.LENGTH, count)
     received = Received()
     received.next_index = 5
-    async with service.attach("r", ME, asked, [ReadFrom(5)]) as generation:
+    async with attach(service, "r", ME, asked, [ReadFrom(5)]) as generation:
         sizes = []
         while not generation.has_ended:
             for update in await generation.next():
@@ -390,7 +394,7 @@ async def test_prompt_logprobs_are_told_from_where_they_were_lost(service, engin
     async with await service.begin(asked, accepting()):
         engine.stream.push(PromptLogprobsEvent("r", 1, found))
         place = ReadFrom(0, prompt_index=3)
-        async with service.attach("r", ME, asked, [place]) as generation:
+        async with attach(service, "r", ME, asked, [place]) as generation:
             (update,) = await generation.next()
             assert update.first_prompt_index == 3
             assert [one.token.logprob for one in update.prompt_logprobs] == [-3.0]
@@ -435,7 +439,7 @@ async def test_a_former_lifes_request_goes_on(service, engine, model):
     # A client may have more of it than the journal.
     received = Received()
     received.next_index = 3
-    async with service.attach("old", ME, asked, [ReadFrom(3)]) as generation:
+    async with attach(service, "old", ME, asked, [ReadFrom(3)]) as generation:
         engine.stream.push(TokenEvent("old", 2, (c,)))
         engine.stream.push(TokenEvent("old", 3, (a,)))
         engine.stream.push(replace(END, request_id="old", num_generated_tokens=4))
@@ -455,7 +459,7 @@ async def test_a_former_lifes_end_can_be_read(service, engine, model):
     assert len(engine.requests) == 1
     engine.known = False
     received = Received()
-    async with service.attach("old", ME, asked, [FROM_START]) as generation:
+    async with attach(service, "old", ME, asked, [FROM_START]) as generation:
         await read_to_end(generation, received)
     assert received.text == "ab"
 
@@ -470,7 +474,7 @@ async def test_another_set_up_does_not_go_on(service, engine, model):
     await service.resume(recorded(known, AnswerLog(array("I", ids(model, "a")))), asked)
     assert len(engine.requests) == 1
     engine.known = False
-    async with service.attach("old", ME, asked, [FROM_START]) as generation:
+    async with attach(service, "old", ME, asked, [FROM_START]) as generation:
         (update,) = await generation.next()
         assert update.text == "a"
         with pytest.raises(Exception, match="build is 'another'"):
