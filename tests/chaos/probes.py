@@ -177,12 +177,14 @@ def timed(condition: Callable[[], object]) -> float:
 
 
 def growth(memory: list[tuple[float, dict[int, int]]]) -> dict[str, str]:
-    """Of the processes that lived longest: resident MiB after a tenth of it, and at last."""
+    """Of the processes that lived longest: resident MiB after each tenth of it."""
     longest = sorted(lives_of(memory).items(), key=lambda one: len(one[1]))[-3:]
-    return {
-        f"process {pid}": f"{life[len(life) // 10][1] >> 20} -> {life[-1][1] >> 20} MiB"
-        for pid, life in longest
-    }
+    return {f"process {pid}, MiB": " ".join(_tenths(life)) for pid, life in longest}
+
+
+def _tenths(life: list[tuple[float, int]]) -> list[str]:
+    places = (tenth * (len(life) - 1) // 10 for tenth in range(1, 11))
+    return [f"{life[place][1] / (1 << 20):.1f}" for place in places]
 
 
 def lives_of(memory: list[tuple[float, dict[int, int]]]) -> dict[int, list[tuple[float, int]]]:

@@ -19,6 +19,8 @@ from scheduler_service.service import load_model
 
 # More than there are slots, so that some wait.
 NUM_CALLERS = 24
+# Memory is looked at after each; heaps and caches settle in the first few.
+NUM_PARTS, NUM_SETTLING = 8, 2
 
 
 def run_in_process(seed: int, numbers: range) -> Report:
@@ -32,17 +34,17 @@ async def _run(seed: int, numbers: range) -> Report:
         model = load_model(write_model(Path(folder), QWEN3_TEMPLATE), "")
         maker = BodyMaker(seed, good_calls())
         async with running_front(model, Path(folder)) as front:
-            # Heaps and caches settle meanwhile.
-            settled = numbers[: len(numbers) // 4]
-            await take_all(front, maker, settled)
-            gc.collect()
-            before = resident_bytes()
-            await take_all(front, maker, numbers[len(settled) :])
-            gc.collect()
-            report.growth_bytes = resident_bytes() - before
+            sizes = []
+            for part in range(NUM_PARTS):
+                first, last = (len(numbers) * n // NUM_PARTS for n in (part, part + 1))
+                await take_all(front, maker, numbers[first:last])
+                gc.collect()
+                sizes.append(resident_bytes())
+            report.growth_bytes = sizes[-1] - sizes[NUM_SETTLING - 1]
         model.constraints.close()
     report.count, report.outcomes, report.faults = len(numbers), front.codes, front.faults
     report.seconds = time.monotonic() - started
+    report.notes.append("MiB: " + " ".join(f"{size / (1 << 20):.1f}" for size in sizes))
     report.notes.append(f"slowest: {front.slowest[0]:.2f} s, {front.slowest[1][:150]}")
     return report
 
