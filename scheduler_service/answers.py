@@ -32,6 +32,14 @@ _ERRORS: dict[str, type[SlotwiseError]] = {
     "UNAVAILABLE": UnavailableError,
     "FAILED_PRECONDITION": ConstraintError,
 }
+# All that an answer can end with, for who reads it.
+ANSWER_ERRORS = (
+    ConstraintError,
+    CorruptedError,
+    DeadlineError,
+    OutOfRangeError,
+    UnavailableError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,8 @@ class Answer:
     def update(self, events: Sequence[Event]) -> Update:
         """Joins events; what its reader has is left out.
 
-        DeadlineError, UnavailableError, ConstraintError or CorruptedError when that is how the
-        request ended; OutOfRangeError when it ended before its reader's place.
+        One of ANSWER_ERRORS, and it has ended: when that is how the request did; OutOfRangeError
+        when it ended before its reader's place.
         """
         first = max(self._text.num_tokens, self._from.token_index)
         ids: list[int] = []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from .answers import Answer, Update
+from .answers import ANSWER_ERRORS, Answer, Update
 from .engine import Engine
 from .errors import (
     DuplicateRequestError,
     ExpiredRequestError,
     OutOfRangeError,
-    SlotwiseError,
+    SupersededError,
     UnknownRequestError,
 )
 from .journal import Journal
@@ -193,11 +194,12 @@ class Calls:
         try:
             async with asyncio.timeout(call.window_s):
                 while not generation.has_ended:
-                    await generation.next()
+                    # What one of its answers ended with is no matter of the others.
+                    with contextlib.suppress(*ANSWER_ERRORS):
+                        await generation.next()
         except TimeoutError:
             generation.cancel(FinishReason.CANCELLED)
-        except SlotwiseError:
-            # Its end, or another reader.
+        except SupersededError:
             return
 
     def _note(self, call: Call, event: Event) -> None:
@@ -328,8 +330,8 @@ class Generation:
         """Waits for events and joins all that are here, by answer; of much, a bounded part at a
         time, and others get their turn between.
 
-        Errors as of Answer.update, SupersededError; nothing may be asked after one, nor when all
-        have ended.
+        Errors as of Answer.update: the others of that moment have taken their events too, and may
+        go on. SupersededError. Nothing may be asked when all have ended.
         """
         if self._events:
             await asyncio.sleep(0)
@@ -339,7 +341,16 @@ class Generation:
         by_answer: dict[str, list[Event]] = {}
         for event in self._take_some():
             by_answer.setdefault(event.request_id, []).append(event)
-        return [self._answers[name].update(events) for name, events in by_answer.items()]
+        updates: list[Update] = []
+        error: Exception | None = None
+        for name, events in by_answer.items():
+            try:
+                updates.append(self._answers[name].update(events))
+            except ANSWER_ERRORS as its_own:
+                error = error or its_own
+        if error is not None:
+            raise error
+        return updates
 
     def _take_some(self) -> Iterator[Event]:
         """The first events that may be told at once: logprobs of a prompt alone, and so an end that

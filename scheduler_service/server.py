@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -279,8 +280,12 @@ def add_inference(
 
 
 async def resume_calls(service: InferenceService, recorded: Sequence[RecordedCall]) -> None:
-    """Goes on with what a former life of the server has left, then opens the service."""
-    for one in recorded:
+    """Goes on with what a former life of the server has left, then opens the service.
+
+    recorded: in order of acceptance.
+    """
+    # What has ended is kept in the order in which it is to be forgotten.
+    for one in sorted(recorded, key=lambda one: one.ended_unix_ns or math.inf):
         try:
             await service.resume(one, messages.recorded_call(one.record))
         except (SlotwiseError, DecodeError) as error:

@@ -76,6 +76,8 @@ async def test_a_request_is_its_callers_own(front):
         front.stub.Cancel(pb.CancelRequest(request_id="mine"), timeout=WAIT_S, **BOB),
         front.stub.Attach(pb.AttachRequest(request_id="mine"), timeout=WAIT_S, **BOB),
         front.stub.Replay(pb.ReplayRequest(request_id="mine"), timeout=WAIT_S, **BOB),
+        # An operator may cancel and repeat it, not read it.
+        front.stub.Attach(pb.AttachRequest(request_id="mine"), timeout=WAIT_S, **OPERATOR),
     ):
         error = await front.error(call)
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED

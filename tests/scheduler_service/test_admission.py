@@ -221,3 +221,12 @@ def test_a_bound_for_every_client():
     d.submit(make_request("d", client="y"))
     d.run()
     assert d.scheduler.counters.length == 4
+
+
+def test_the_tokens_of_a_former_life_take_their_time_too():
+    d = warmed_up()
+    tokens = [1] * (LONG // 2)
+    fields = {"generated_token_ids": tokens, "deadline_ns": d.now_ns + 500_000_000}
+    d.resume(make_request("doomed", tuple(tokens), LONG, **fields))
+    d.plan()
+    assert "not started" in d.told["doomed"].end.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from scheduler_service.errors import (
     SupersededError,
     UnknownRequestError,
 )
-from scheduler_service.journal import RecordedCall
+from scheduler_service.journal import Journal, RecordedCall
 from scheduler_service.record import AnswerLog
 from scheduler_service.request import (
     FinishedEvent,
@@ -36,6 +37,7 @@ from scheduler_service.request import (
     PromptLogprobsEvent,
     TokenEvent,
     TokenLogprobs,
+    choice_id,
 )
 from scheduler_service.service import Accepting, InferenceService, Survival, load_model
 
@@ -275,6 +277,37 @@ async def test_one_beyond_the_end_is_for_a_tail_alone(service, engine, model):
             assert update.end is not None
 
 
+async def test_an_index_beyond_the_end_of_one_answer_leaves_nothing_behind(service, engine, model):
+    asked = call(n=2, attach_window_s=9.0)
+    async with await service.begin(asked, accepting()):
+        for answer in (1, 0):
+            engine.tokens(0, *ids(model, "ab"), answer=answer)
+            engine.finish(FinishReason.LENGTH, 2, answer=answer)
+    await next_turns()
+    assert service.calls.num_unread == 0
+    places = [ReadFrom(3), FROM_START]
+    async with attach(service, "r", ME, asked, places) as generation:
+        with pytest.raises(OutOfRangeError, match="answer 0 has 2 tokens"):
+            await generation.next()
+        assert generation.has_ended
+    assert service.calls.num_unread == 0
+
+
+async def test_an_answer_that_fails_without_a_reader_ends_no_other(service, engine, model):
+    """What came in the same moment is taken in too, or its stop string would be missed."""
+    asked = call(n=2, stop=("bc",), attach_window_s=9.0)
+    async with await service.begin(asked, accepting()):
+        pass
+    engine.finish(FinishReason.ERROR, message="no token fits", status="FAILED_PRECONDITION")
+    engine.tokens(0, *ids(model, "ab"), answer=1)
+    await next_turns()
+    assert service.calls.num_unread == 1
+    engine.tokens(2, *ids(model, "cd"), answer=1)
+    await next_turns()
+    assert engine.stopped == [(choice_id("r", 1), 3)]
+    service.calls.close()
+
+
 async def test_unknown_foreign_and_expired(model, engine):
     service = InferenceService(model, engine, Survival(retention_s=0.01))
     with pytest.raises(UnknownRequestError, match="'r' is known"):
@@ -490,3 +523,170 @@ async def test_clients_share_no_prefixes_with_each_other(service, engine):
             await service.begin(asked, Accepting(caller, b""))
     assert len({request.cache_salt for request in engine.requests}) == 6
     assert [request.cache_salt for request in engine.requests[-2:]] == ["", "t"]
+
+
+async def test_each_that_has_ended_is_forgotten_in_its_time(model, engine):
+    """Also when none ends after it."""
+    service = InferenceService(model, engine, Survival(retention_s=0.1))
+    for name in ("one", "two"):
+        async with await service.begin(replace(call(), request_id=name), accepting()):
+            engine.stream.push(replace(END, request_id=name))
+        await asyncio.sleep(0.03)
+    await until(lambda: not service.calls.is_known("two"))
+
+
+async def test_what_was_told_counts_as_memory(model, engine):
+    engine.max_seq_len = 4096
+    service = InferenceService(model, engine, Survival(max_kept_bytes=6000))
+    async with await service.begin(call(), accepting()):
+        engine.tokens(0, *(ids(model, "a") * 2000))
+        engine.finish(FinishReason.LENGTH, 2000)
+    assert not service.calls.is_known("r")
+
+
+async def test_an_attached_reader_that_leaves_has_no_deadline(service, engine):
+    asked = call(attach_window_s=9.0)
+    async with await service.begin(asked, accepting(deadline_ns=200)) as generation:
+        async with attach(service, "r", ME, asked, [FROM_START]):
+            engine.clock_ns = 300
+        assert engine.cancelled == []
+        assert service.calls.num_unread == 1
+        generation.close()
+    service.calls.close()
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+async def test_an_end_is_in_the_journal_unless_the_next_life_goes_on(
+    model, engine, tmp_path, is_stopping
+):
+    journal, _ = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    service = InferenceService(model, engine, Survival(journal))
+    async with await service.begin(call(), accepting()) as generation:
+        assert await generation.is_journaled()
+        if is_stopping:
+            service.calls.stop()
+        engine.finish(FinishReason.ERROR, message="lost", status="UNAVAILABLE")
+    journal.close()
+    journal, (found,) = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal.close()
+    assert (found.ended_unix_ns is None) == is_stopping
+
+
+async def test_what_an_attached_reader_is_told_is_written_down(model, engine, tmp_path):
+    journal, _ = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    service = InferenceService(model, engine, Survival(journal, retention_s=0.01))
+    asked, (a, b) = call(), ids(model, "ab")
+    async with await service.begin(asked, accepting()) as generation:
+        assert await generation.is_journaled()
+        engine.tokens(0, a)
+        async with attach(service, "r", ME, asked, [FROM_START]):
+            engine.tokens(1, b)
+            # Of what it is told, not yet of its end.
+            journal.close()
+            engine.finish(FinishReason.LENGTH, 2)
+    await until(lambda: not service.calls.is_known("r"))
+    journal, (found,) = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal.close()
+    assert list(found.answers[0].token_ids) == [a, b]
+
+
+async def test_of_what_has_expired_the_latest_is_remembered(model, engine, monkeypatch):
+    monkeypatch.setattr("scheduler_service.calls._MAX_EXPIRED", 1)
+    service = InferenceService(model, engine, Survival(max_kept_bytes=0))
+    for name in ("one", "two"):
+        async with await service.begin(replace(call(), request_id=name), accepting()):
+            engine.stream.push(replace(END, request_id=name))
+    with pytest.raises(UnknownRequestError):
+        service.find("one", ME)
+    with pytest.raises(ExpiredRequestError):
+        service.find("two", ME)
+
+
+async def test_what_made_room_for_others_leaves_the_journal(model, engine, tmp_path):
+    journal, _ = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    service = InferenceService(model, engine, Survival(journal, max_kept_bytes=3000))
+    for name in ("one", "two"):
+        asked = replace(call(), request_id=name)
+        async with await service.begin(asked, accepting()) as generation:
+            assert await generation.is_journaled()
+            engine.stream.push(replace(END, request_id=name))
+    journal.close()
+    journal, calls = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal.close()
+    assert [one.record.call_id for one in calls] == ["two"]
+
+
+async def former(service, **changes):
+    """The record of a call, as a former life of the server left it, and what it asked for."""
+    async with await service.begin(call(), accepting()):
+        pass
+    record = replace(service.find("r", ME).record, call_id="old", **changes)
+    return RecordedCall(record, [AnswerLog()], None), call()
+
+
+async def test_a_restart_gives_readers_time_and_no_end_a_second_life(service, engine):
+    found, asked = await former(service)
+    await service.resume(found, asked)
+    assert service.calls.num_unread == 1
+    await asyncio.sleep(0.01)
+    assert ("old", FinishReason.CANCELLED) not in engine.cancelled
+    # Its time is over nearly, whenever the server was started.
+    end = replace(END, request_id="ended")
+    ended = replace(
+        found,
+        record=replace(found.record, call_id="ended"),
+        answers=[AnswerLog(end=end)],
+        ended_unix_ns=time.time_ns() - int((service.survival.retention_s - 0.05) * 1e9),
+    )
+    await service.resume(ended, asked)
+    await until(lambda: not service.calls.is_known("ended"))
+    service.calls.close()
+
+
+async def test_a_former_lifes_request_is_its_clients_own(service, engine):
+    found, asked = await former(service, client="alice")
+    await service.resume(found, replace(asked, cache_salt="t"))
+    request = engine.requests[-1]
+    assert request.client == "alice"
+    assert request.cache_salt not in ("", "t")
+    service.calls.close()
+
+
+async def test_prompt_logprobs_that_a_former_life_told_are_known(service, engine):
+    found, asked = await former(service)
+    found.answers[0].prompt_logprobs.append(TokenLogprobs(-1.0, 1, (), ()))
+    await service.resume(found, asked)
+    assert engine.requests[-1].num_prompt_logprobs_told == 1
+    service.calls.close()
+
+
+async def test_a_deadline_is_recorded_on_the_wall_clock(service, engine):
+    async with await service.begin(call(), accepting(engine.clock_ns + 5 * 10**9)):
+        record = service.find("r", ME).record
+    left_ns = record.deadline_unix_ns - record.accepted_unix_ns
+    assert abs(record.accepted_unix_ns - time.time_ns()) < 10 * 10**9
+    assert left_ns == 5 * 10**9
+
+
+@pytest.mark.parametrize("set_back_s", [0, 10**6])
+async def test_a_deadline_outlives_the_server_and_no_clock_lengthens_it(
+    service, engine, set_back_s
+):
+    then_ns = time.time_ns() + set_back_s * 10**9
+    times = {"accepted_unix_ns": then_ns, "deadline_unix_ns": then_ns + 5 * 10**9}
+    found, asked = await former(service, **times)
+    await service.resume(found, asked)
+    assert 0 < engine.requests[-1].deadline_ns - engine.clock_ns <= 5 * 10**9
+    service.calls.close()
+
+
+async def test_a_replay_is_of_who_asked_for_it(service, engine, model):
+    alice, root = Caller("alice", is_operator=False), Caller("root")
+    async with await service.begin(call(), Accepting(alice, b"")) as generation:
+        engine.finish(FinishReason.LENGTH)
+        await read_to_end(generation, Received())
+    known = service.find("r", root, or_operator=True)
+    async with await service.replay(known, Accepting(root, b""), call()) as generation:
+        service.find(generation.call.call_id, root)
+        with pytest.raises(PermissionDeniedError):
+            service.find(generation.call.call_id, alice)

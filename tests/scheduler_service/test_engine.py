@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+from types import SimpleNamespace
+from typing import ClassVar
 
 import grpc
 import pytest
@@ -17,6 +19,7 @@ from scheduler_service.engine_types import EngineConfig, EngineFailedError, Engi
 from scheduler_service.errors import (
     ConstraintError,
     DuplicateRequestError,
+    GroupError,
     QueueFullError,
     UnavailableError,
     UnknownRequestError,
@@ -29,6 +32,7 @@ from scheduler_service.request import (
     choice_id,
 )
 from scheduler_service.step import PrefillChunk
+from scheduler_service.worker_group import GroupStarter
 
 PATIENCE_S = 20
 
@@ -766,3 +770,36 @@ async def test_an_engine_stops_while_a_constraint_is_at_work(tmp_path):
             assert end.status == "UNAVAILABLE"
     finally:
         slow.gate.set()
+
+
+async def test_a_recovery_leaves_nothing_of_its_bound_and_of_the_silence(tmp_path):
+    async with running(tmp_path, recovery_timeout_s=1.0) as rig:
+        stream = rig.engine.submit([make_request("a", (1, 2), 200)])
+        await read_some(stream, 2)
+        await rig.workers[0].die()
+        await rig.until_state(EngineState.RECOVERING)
+        rig.engine.cancel("a")
+        await rig.workers[0].start()
+        await rig.until_state(EngineState.READY)
+        load = rig.engine.load()
+        assert (load.num_recoveries, load.engine_silence_ns) == (1, 0)
+        await asyncio.sleep(1.2)
+        assert rig.engine.state is EngineState.READY
+
+
+async def test_survivors_get_two_tries():
+    class NeverUp:
+        spawns = True
+        tries: ClassVar[list[bool]] = []
+
+        async def start(self, epoch, afresh):
+            self.tries.append(afresh)
+            if len(self.tries) == 4:
+                return SimpleNamespace(geometry=None)
+            raise GroupError("not yet")
+
+    group = NeverUp()
+    starter = GroupStarter(group)
+    await starter.restart()
+    assert group.tries == [False, False, True, True]
+    assert starter.epoch == 4

@@ -408,6 +408,42 @@ async def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, monkeypatch, ca
     assert set(recorded(tmp_path)) == {"a", "b"}
 
 
+async def test_a_reused_id_that_is_refused_is_not_the_old_call(tmp_path):
+    with journal_of(tmp_path, max_bytes=MIB) as journal:
+        assert await journal.accept(record())
+        journal.add("a", 0, end())
+        assert not await journal.accept(record(request=bytes(MIB // 4)))
+    assert not recorded(tmp_path)
+
+
+async def test_nothing_is_kept_in_memory_of_what_has_ended(tmp_path):
+    with journal_of(tmp_path) as journal:
+        assert await journal.accept(record())
+        journal.add("a", 0, end())
+        await until(lambda: not journal._running)
+        assert not journal._waiting
+        await is_written(journal)
+        assert not journal._writer._running
+
+
+async def test_a_restarted_calls_pieces_are_found_when_it_is_forgotten(tmp_path):
+    """All pieces before its first one are gone."""
+    with journal_of(tmp_path) as journal:
+        assert await journal.accept(record("before"))
+        journal.add("before", 0, tokens(0, 1))
+        journal._flush()
+        await is_written(journal)
+        assert await journal.accept(record())
+        journal.forget("before")
+    with journal_of(tmp_path) as journal:
+        journal.add("a", 0, tokens(0, 1))
+        journal._flush()
+        await is_written(journal)
+        journal.forget("a")
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        assert database.execute("SELECT count(*) FROM piece").fetchone() == (0,)
+
+
 # Who may have it.
 
 
@@ -707,6 +743,8 @@ async def test_a_file_that_is_taken_away(tmp_path, monkeypatch):
         assert await journal.accept(record("c"))
         journal.add("old", 0, tokens(0, 1))
         journal.add("c", 0, tokens(0, 1))
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        assert database.execute("SELECT count(*) FROM piece").fetchone() == (1,)
     assert set(recorded(tmp_path)) == {"c"}
 
 

@@ -5,7 +5,7 @@ from scheduler_driver import make_request
 
 from scheduler_service.errors import QueueFullError
 from scheduler_service.request import ClientLimits
-from scheduler_service.request_queue import Deadlines, FairQueue, RequestQueue
+from scheduler_service.request_queue import Deadlines, FairQueue, RequestQueue, ServiceTime
 
 
 def push(queue, request_id, num_tokens=3, spare=0, max_waiting=0, **fields):
@@ -174,3 +174,11 @@ def test_a_discarded_deadline_never_comes():
     deadlines.discard("b")
     assert deadlines.next_ns is None
     assert "b" not in deadlines
+
+
+def test_when_to_retry_is_when_a_slot_is_free():
+    time = ServiceTime()
+    assert (time.retry_after_s(1), time.retry_after_s(4)) == (1.0, 0.25)
+    for _ in range(100):
+        time.observe(8 * 10**9)
+    assert time.retry_after_s(4) == pytest.approx(2.0, rel=1e-3)

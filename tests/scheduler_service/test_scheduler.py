@@ -814,3 +814,11 @@ def test_decode_rows_are_of_those_that_run():
         assert len(d.scheduler.seats) <= 2
     assert {row for _, row in seen} == {0, 1}
     assert {slot for slot, _ in seen} == set(range(6))
+
+
+def test_the_deadline_of_what_has_ended_never_comes():
+    d = driver()
+    d.submit(make_request("a", deadline_ns=10**12))
+    d.run()
+    assert d.scheduler.next_deadline_ns is None
+    assert d.scheduler.expire(10**12) == []

@@ -377,3 +377,32 @@ async def test_no_standby_is_left():
     assert len(waiting) == 2
     await supervisor.stop()
     assert not any(psutil.pid_exists(pid) for pid in waiting)
+
+
+async def test_a_standby_that_has_ended_is_replaced():
+    command = python_command("import time; time.sleep(1000)")
+    supervisor = Supervisor(1, command, [sys.executable, "-c", WAITING])
+    try:
+        await supervisor.prepare(1)
+        (first,) = supervisor._waiting
+        first._process.kill()
+        await first.wait()
+        await supervisor.prepare(1)
+        (second,) = supervisor._waiting
+        assert second is not first
+        assert psutil.pid_exists(second._process.pid)
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_worker_that_starts_does_not_listen_yet():
+    """The socket of the one before it is gone."""
+    supervisor = Supervisor(1, python_command("import time; time.sleep(1000)"))
+    try:
+        await supervisor.spawn()
+        supervisor._socket(0).touch()
+        assert list(supervisor.listening()) == [0]
+        await supervisor.spawn({0: "it is deaf"})
+        assert supervisor.listening() == {}
+    finally:
+        await supervisor.stop()

@@ -9,7 +9,9 @@ from scheduler_driver import STEP_NS, Driver, WorkerDiedError, make_limits, make
 
 from fakes import FakeConstraint, logprobs_alone
 from scheduler_service.request import FinishReason, choice_id
-from scheduler_service.trial import MIN_TRIAL_TOKENS
+from scheduler_service.seat import Seat
+from scheduler_service.step import Outstanding, PlannedRow
+from scheduler_service.trial import MIN_TRIAL_TOKENS, Trial
 
 POISON_TOKEN = 666
 
@@ -306,3 +308,15 @@ def test_what_a_trial_costs():
         extra = costs[1] - costs[0]
         # A chunk and the tokens of the trial each, those of a command more for the one in flight.
         assert extra <= num_requests * (1 + 3 * MIN_TRIAL_TOKENS)
+
+
+def test_each_loss_says_anew_what_a_suspect_must_get_past():
+    request = make_request("p", max_new_tokens=60)
+    seat = Seat(request, 0, 1, 0)
+    steps = [Outstanding(1, 1, 1, (PlannedRow(0, 1, 0, 1), PlannedRow(1, 1, 0, 1)), 0)]
+    trial = Trial()
+    for num_tokens, num_planned, clear_at in ((0, 1, MIN_TRIAL_TOKENS), (5, 30, 30)):
+        request.generated_token_ids = [1] * num_tokens
+        seat.num_generated_planned = num_planned
+        assert trial.judge(steps, {0: seat}) == []
+        assert trial.suspects["p"].clear_at == clear_at

@@ -151,3 +151,20 @@ def test_waiting_for_peers_can_be_stopped() -> None:
     with pytest.raises(PeerLostError, match="enough"):
         listener.accept(stop)
     listener.close()
+
+
+def test_a_stranger_that_says_nothing_holds_nobody_up_for_long() -> None:
+    listener = Listener("127.0.0.1")
+    host, port, _ = listener.name.split()
+    stranger = socket.create_connection((host, int(port)))
+    # A rank that waited for ever would wait for this.
+    end = threading.Timer(10, stranger.shutdown, [socket.SHUT_RDWR])
+    end.start()
+    link = connect(3, listener.name)
+    peer, accepted = listener.accept(go_on)
+    assert peer == 3
+    assert not end.finished.is_set()
+    end.cancel()
+    for one in (stranger, link, accepted):
+        one.close()
+    listener.close()

@@ -12,10 +12,12 @@ import torch
 from tolerances import assert_close
 from worker_driver import Driver, free_address, on_ranks, same_bits, sampling
 
+import worker.rank
 from checkpoints import make_checkpoint
 from worker import device
 from worker.batch import StepResult
 from worker.errors import MemoryPlanError, SetupCancelledError, SetupError, StepError
+from worker.rank import Rank, RankSetup
 from worker.sharding import Part
 from worker.tensor_parallel import Rendezvous, join_links
 
@@ -246,3 +248,37 @@ def test_rendezvous_can_be_cancelled() -> None:
 def test_bad_rendezvous_address(address: str) -> None:
     with pytest.raises(SetupError, match="rendezvous_address"):
         join_links(Rendezvous(0, 2, address, 1.0, lambda: False, "cpu"))
+
+
+def test_a_rank_that_becomes_another_reads_its_weights_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are told their ranks at each start of a scheduler, which may name them otherwise."""
+    loads: list[Any] = []
+    load = worker.rank.load_weights
+    monkeypatch.setattr(
+        worker.rank, "load_weights", lambda *args: loads.append(args[1]) or load(*args)
+    )
+    ranks = [driver.rank for driver in drivers(make_checkpoint(tmp_path, "llama"), 2)]
+    for epoch, places in ((2, (0, 1)), (3, (1, 0))):
+        address = free_address()
+
+        def configure(i: int, epoch: int = epoch, place: tuple = places, at: str = address) -> None:
+            setup = RankSetup(epoch, place[i], 2, at, num_slots=4)
+            ranks[i].configure(setup, lambda *_: None, lambda: False)
+
+        on_ranks(2, configure)
+    assert len(loads) == 4
+
+
+def test_a_rank_is_broken_off_also_before_it_is_configured(tmp_path: Path) -> None:
+    """A self-test may wait for a peer."""
+    address = free_address()
+    rank = Rank(make_checkpoint(tmp_path, "llama"), 1)
+    joined = on_ranks(2, lambda i: join_links(Rendezvous(i, 2, address, 30, lambda: False, "cpu")))
+    rank._group = joined[0]
+    rank.abort()
+    assert joined[0]._links is not None
+    assert joined[0]._links._is_aborted
+    for group in joined:
+        group.close()
