@@ -102,9 +102,10 @@ class Call:
         bound = len(first.prompt_token_ids) if wants else 0
         # The first one is that of token 1.
         if index > max(bound, 1):
+            asked = f"those of {bound} prompt tokens" if wants else "no logprobs of its prompt"
             raise OutOfRangeError(
-                f"next_prompt_token_index {index} is beyond the {bound} tokens of the prompt whose "
-                f"logprobs request {self.call_id!r} asked for"
+                f"next_prompt_token_index {index} is beyond what request {self.call_id!r} asked "
+                f"for: {asked}"
             )
 
 

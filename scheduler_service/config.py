@@ -288,8 +288,8 @@ def _tls_files(given: argparse.Namespace) -> TlsFiles | None:
         return TlsFiles(cert, key, client_ca)
     if cert or key or client_ca:
         raise ConfigError(
-            f"tls-cert is {_shown(cert)}, tls-key is {_shown(key)} and tls-client-ca is "
-            f"{_shown(client_ca)}; TLS needs the first two"
+            f"--tls-cert is {_shown(cert)}, --tls-key is {_shown(key)} and --tls-client-ca is "
+            f"{_shown(client_ca)}; TLS needs --tls-cert and --tls-key"
         )
     return None
 

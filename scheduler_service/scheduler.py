@@ -487,7 +487,7 @@ class Scheduler:
 
     def _expire(self, request: Request, now_ns: int) -> FinishedEvent:
         message = (
-            f"the deadline passed after {(now_ns - request.arrival_ns) / 1e9:.1f} s, "
+            f"the deadline passed after {(now_ns - request.arrival_ns) / 1e6:,.0f} ms, "
             f"with {request.num_told} of {request.max_new_tokens} tokens generated"
         )
         return self._finish(request, FinishReason.DEADLINE, now_ns, message=message)

@@ -128,8 +128,8 @@ class _WorkerProcess:
             return WorkerExitError(f"worker {self.rank}: {words}")
         words = "\n".join(lines) or "it said nothing"
         if code < 0 or code == _EXIT_STUCK:
-            return WorkerLostError(self.rank, f"ended with exit code {code}: {words}")
-        return WorkerExitError(f"worker {self.rank} ended with exit code {code}: {words}")
+            return WorkerLostError(self.rank, f"{_ended_by(code)}: {words}")
+        return WorkerExitError(f"worker {self.rank} {_ended_by(code)}: {words}")
 
     async def end(self, grace_s: float) -> None:
         """Ends the process: _END_SIGNAL and grace_s to react (0: none), then SIGKILL."""
@@ -165,7 +165,15 @@ class _WorkerProcess:
             _worker_log.log(level, "%s: %s", self._name, text)
         code = await self._process.wait()
         if not self._is_ending:
-            _log.error("%s: ended with exit code %d", self._name, code)
+            _log.error("%s: %s", self._name, _ended_by(code))
+
+
+def _ended_by(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 class _SocketFolder:

@@ -61,6 +61,9 @@ def _read_server(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 def _read_pair(cert: Path, key: Path, *, is_server: bool) -> tuple[bytes, bytes]:
     """Certificate chain and key. ConfigError unless a peer would take them now."""
     chain, secret = read_file(cert, is_secret=False), read_file(key, is_secret=True)
+    for path, content, kind in ((cert, chain, "CERTIFICATE"), (key, secret, "PRIVATE KEY")):
+        if f"{kind}-----".encode() not in content:
+            raise ConfigError(f"{path} holds no {kind.lower()} in PEM")
     if b"ENCRYPTED" in secret:
         raise ConfigError(f"{key} is encrypted with a password; give the key without one")
     try:

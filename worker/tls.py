@@ -46,6 +46,12 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
             f"{files.key} holds a secret, and its mode is {mode:04o}: every user of this machine "
             f"may read or change it; run chmod o-rwx {files.key}"
         )
+    for path, content, kind in (
+        (files.cert, cert, "CERTIFICATE"),
+        (files.key, key, "PRIVATE KEY"),
+    ):
+        if f"{kind}-----".encode() not in content:
+            raise ValueError(f"{path} holds no {kind.lower()} in PEM")
     if b"ENCRYPTED" in key:
         raise ValueError(f"{files.key} is encrypted with a password; give the key without one")
     _check_pair(files, cert)

@@ -376,12 +376,12 @@ async def test_a_kept_id_is_not_another_clients_to_replace(service, engine, mode
 
 async def test_prompt_logprobs_that_cannot_have_come(service, engine, model):
     asked = replace(call(), prompt=replace(call().prompt, token_ids=(5, 6, 7)))
-    for number, bound in ((None, 0), (0, 3)):
+    for number, bound, words in ((None, 0, "no logprobs"), (0, 3, "those of 3 prompt tokens")):
         with_logprobs = replace(asked, prompt_logprobs=number, request_id=f"r{bound}")
         async with await service.begin(with_logprobs, accepting()):
             attach(service, f"r{bound}", ME, with_logprobs, [ReadFrom(0, prompt_index=1)])
             place = ReadFrom(0, prompt_index=bound + 2)
-            with pytest.raises(OutOfRangeError, match=f"beyond the {bound} tokens"):
+            with pytest.raises(OutOfRangeError, match=f"{bound + 2} is beyond .* {words}"):
                 attach(service, f"r{bound}", ME, with_logprobs, [place])
 
 

@@ -182,9 +182,9 @@ def test_who_may_call_is_told_by_flags():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tls-cert c", "tls-cert is c, tls-key is not given and tls-client-ca is not given"),
-        ("--tls-key k", "tls-cert is not given, tls-key is k"),
-        ("--tls-client-ca a", "TLS needs the first two"),
+        ("--tls-cert c", "--tls-cert is c, --tls-key is not given and --tls-client-ca is not"),
+        ("--tls-key k", "--tls-cert is not given, --tls-key is k"),
+        ("--tls-client-ca a", "TLS needs --tls-cert and --tls-key"),
         ("--workers w:1 --workers-tls-cert c --workers-tls-key k", "workers-tls-ca is not given"),
         ("--workers w:1 --workers-tls-ca a --workers-tls-cert c", "the other two together"),
         ("--workers w:1 --workers-tls-ca a --workers-tls-key k", "the other two together"),

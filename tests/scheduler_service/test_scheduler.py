@@ -288,7 +288,7 @@ def test_b12_deadline_in_prefill_and_decode():
     num_tokens = len(d.told["decode"].tokens)
     assert 0 < num_tokens < 100
     assert d.told["decode"].end.message == (
-        f"the deadline passed after 0.1 s, with {num_tokens} of 100 tokens generated"
+        f"the deadline passed after 60 ms, with {num_tokens} of 100 tokens generated"
     )
 
 

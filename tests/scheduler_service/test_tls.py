@@ -216,7 +216,7 @@ def other_key(files: TlsFiles, ca: Authority) -> str:
 
 def no_key(files: TlsFiles, ca: Authority) -> str:
     files.key.write_bytes(b"no key")
-    return r"server\.pem and .*server\.key are not a certificate and its key in PEM"
+    return r"server\.key holds no private key in PEM"
 
 
 def missing_cert(files: TlsFiles, ca: Authority) -> str:
@@ -226,6 +226,11 @@ def missing_cert(files: TlsFiles, ca: Authority) -> str:
 
 def binary_cert(files: TlsFiles, ca: Authority) -> str:
     files.cert.write_bytes(bytes(range(256)))
+    return r"server\.pem holds no certificate in PEM"
+
+
+def cut_cert(files: TlsFiles, ca: Authority) -> str:
+    files.cert.write_bytes(files.cert.read_bytes()[:100] + b"\n-----END CERTIFICATE-----\n")
     return r"server\.pem and .*server\.key are not a certificate and its key in PEM"
 
 
@@ -260,7 +265,16 @@ def expired_ca(files: TlsFiles, ca: Authority) -> str:
     return r"ca\.pem: its certificates have expired"
 
 
-SPOILERS = [missing_key, open_key, locked_key, other_key, no_key, missing_cert, binary_cert]
+SPOILERS = [
+    missing_key,
+    open_key,
+    locked_key,
+    other_key,
+    no_key,
+    missing_cert,
+    binary_cert,
+    cut_cert,
+]
 SPOILERS += [expired_cert, early_cert, no_ca, leaf_ca, expired_ca]
 
 

@@ -112,7 +112,7 @@ def other_key(files: TlsFiles, ca: Authority) -> str:
 
 def no_cert(files: TlsFiles, ca: Authority) -> str:
     files.cert.write_bytes(bytes(range(256)))
-    return r"are not a certificate and its key in PEM"
+    return r"worker\.pem holds no certificate in PEM"
 
 
 def expired_cert(files: TlsFiles, ca: Authority) -> str:
