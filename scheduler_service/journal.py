@@ -419,7 +419,10 @@ class _Folder:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._lock = os.open(folder / "journal.lock", flags, 0o600)
         except OSError as error:
-            raise JournalError(f"the journal's folder {folder} cannot be used: {error}") from error
+            raise JournalError(
+                f"the journal's folder {folder} cannot be used: {error.strerror}; give one that "
+                "this user may make and write to"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
