@@ -156,10 +156,6 @@ class Calls:
                 f"a request of id {call_id!r} is known already; choose another id"
             )
 
-    def is_known(self, call_id: str) -> bool:
-        """It waits, runs or is still kept."""
-        return call_id in self._calls
-
     def find(self, call_id: str) -> Call:
         """UnknownRequestError; ExpiredRequestError when it was known once."""
         call = self._calls.get(call_id)

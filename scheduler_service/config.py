@@ -298,8 +298,8 @@ def _workers_tls(given: argparse.Namespace) -> WorkersTls | None:
     ca, cert, key = given.workers_tls_ca, given.workers_tls_cert, given.workers_tls_key
     if bool(cert) != bool(key) or (cert and not ca):
         raise ConfigError(
-            f"workers-tls-ca is {_shown(ca)}, workers-tls-cert is {_shown(cert)} and "
-            f"workers-tls-key is {_shown(key)}; TLS needs the first, and the other two together"
+            f"--workers-tls-ca is {_shown(ca)}, --workers-tls-cert is {_shown(cert)} and "
+            f"--workers-tls-key is {_shown(key)}; TLS needs the CA, and the other two together"
         )
     return WorkersTls(str(ca), str(cert or ""), str(key or "")) if ca else None
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from scheduler_service.auth import Caller
-from scheduler_service.errors import UnavailableError, UnknownRequestError
+from scheduler_service.errors import (
+    ExpiredRequestError,
+    UnavailableError,
+    UnknownRequestError,
+)
 from scheduler_service.generate_call import GenerateCall, IdsInput
 from scheduler_service.request import (
     FinishedEvent,
@@ -17,7 +21,7 @@ from scheduler_service.request import (
     choice_id,
 )
 from scheduler_service.request_stream import RequestStream
-from scheduler_service.service import Accepting
+from scheduler_service.service import Accepting, InferenceService
 
 
 @dataclass
@@ -90,3 +94,12 @@ def call(**options) -> GenerateCall:
 
 def ids(model, text: str) -> list[int]:
     return [i for char in text for i in model.tokenizer.encode(char)]
+
+
+def is_known(service: InferenceService, call_id: str) -> bool:
+    """It waits, runs or is still kept."""
+    try:
+        service.calls.find(call_id)
+    except (UnknownRequestError, ExpiredRequestError):
+        return False
+    return True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fake_engine import FakeEngine, accepting, call, ids
+from fake_engine import FakeEngine, accepting, call, ids, is_known
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import write_model
@@ -323,7 +323,7 @@ async def test_unknown_foreign_and_expired(model, engine):
         service.find("r", Caller("root"), or_operator=True)
         engine.finish(FinishReason.LENGTH)
         await read_to_end(generation, Received())
-    await until(lambda: not service.calls.is_known("r"))
+    await until(lambda: not is_known(service, "r"))
     with pytest.raises(ExpiredRequestError, match=r"0\.01 s"):
         service.find("r", alice)
 
@@ -333,7 +333,7 @@ async def test_the_oldest_go_first_when_memory_runs_short(model, engine):
     for name in ("one", "two", "three"):
         async with await service.begin(replace(call(), request_id=name), accepting()):
             engine.stream.push(replace(END, request_id=name))
-    assert [service.calls.is_known(name) for name in ("one", "two", "three")] == [
+    assert [is_known(service, name) for name in ("one", "two", "three")] == [
         False,
         True,
         True,
@@ -532,7 +532,7 @@ async def test_each_that_has_ended_is_forgotten_in_its_time(model, engine):
         async with await service.begin(replace(call(), request_id=name), accepting()):
             engine.stream.push(replace(END, request_id=name))
         await asyncio.sleep(0.03)
-    await until(lambda: not service.calls.is_known("two"))
+    await until(lambda: not is_known(service, "two"))
 
 
 async def test_what_was_told_counts_as_memory(model, engine):
@@ -541,7 +541,7 @@ async def test_what_was_told_counts_as_memory(model, engine):
     async with await service.begin(call(), accepting()):
         engine.tokens(0, *(ids(model, "a") * 2000))
         engine.finish(FinishReason.LENGTH, 2000)
-    assert not service.calls.is_known("r")
+    assert not is_known(service, "r")
 
 
 async def test_an_attached_reader_that_leaves_has_no_deadline(service, engine):
@@ -584,7 +584,7 @@ async def test_what_an_attached_reader_is_told_is_written_down(model, engine, tm
             # Of what it is told, not yet of its end.
             journal.close()
             engine.finish(FinishReason.LENGTH, 2)
-    await until(lambda: not service.calls.is_known("r"))
+    await until(lambda: not is_known(service, "r"))
     journal, (found,) = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
     journal.close()
     assert list(found.answers[0].token_ids) == [a, b]
@@ -639,7 +639,7 @@ async def test_a_restart_gives_readers_time_and_no_end_a_second_life(service, en
         ended_unix_ns=time.time_ns() - int((service.survival.retention_s - 0.05) * 1e9),
     )
     await service.resume(ended, asked)
-    await until(lambda: not service.calls.is_known("ended"))
+    await until(lambda: not is_known(service, "ended"))
     service.calls.close()
 
 

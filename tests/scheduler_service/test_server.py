@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, is_known
 from tokenizer_files import write_model
 
 from scheduler_service import messages
@@ -137,7 +137,7 @@ async def test_what_had_ended_is_forgotten_in_the_order_of_its_end(model):
         left.append(RecordedCall(record, [log], now_ns - int(ended_s_ago * 1e9)))
     await resume_calls(service, left)
     async with asyncio.timeout(20):
-        while service.calls.is_known("second"):  # noqa: ASYNC110 (a timer, which tells nobody)
+        while is_known(service, "second"):  # noqa: ASYNC110 (a timer, which tells nobody)
             await asyncio.sleep(0.01)
-    assert service.calls.is_known("first")
+    assert is_known(service, "first")
     service.calls.close()
