@@ -23,11 +23,12 @@ CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name 
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
-.PHONY: clean fuzz chaos soak
+.PHONY: clean fuzz chaos soak clients-test compose-test
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
 	@echo "make test    the whole test suite"
+	@echo "make clients-test   the clients in other languages; make compose-test   the containers"
 	@echo "make build   build the native library and the protos again (also: make protos)"
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
@@ -46,6 +47,14 @@ demo: $(BUILT)
 
 test: $(TOOLS)
 	$(BIN)/pytest $(ARGS) $(TESTS)
+
+# The clients in other languages and the openai package of npm: built, and run against a server.
+clients-test: $(TOOLS)
+	$(BIN)/pytest -m clients $(ARGS) $(TESTS)
+
+# The containers, on a Docker engine; starts one of its own where none answers and it is root.
+compose-test: $(TOOLS)
+	$(BIN)/pytest -m compose $(ARGS) $(TESTS)
 
 # What they have seen goes to build/chaos. ARGS="--seed 5" repeats a run; --help tells of more.
 chaos: $(TOOLS)
