@@ -18,12 +18,13 @@ TOOLS := $(VENV)/.tools
 BUILT_GPU := $(VENV)/.built-gpu-$(subst ;,+,$(or $(SLOTWISE_CUDA_ARCHITECTURES),all))
 FORGET_GPU := rm -f $(VENV)/.built-gpu*
 
-NATIVE_SOURCES := $(shell find native protos -type f)
+NATIVE_SOURCES := $(shell find native protos/slotwise -type f)
+BUF := build/buf/node_modules/.bin/buf
 CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
-.PHONY: clean fuzz chaos soak clients-test compose-test
+.PHONY: clean fuzz chaos soak clients-test compose-test protos-check protos-release
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
@@ -33,6 +34,7 @@ help:
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
 	@echo "make docs-api   write the reference in docs/api.md again from the proto"
+	@echo "make protos-check   the protos' style, and that they break no client of the last release"
 	@echo "make chaos   200 random kills under streams on the demo model (an hour or two)"
 	@echo "make soak    20,000 mixed requests while workers die (an hour or two)"
 	@echo "make fuzz    a million broken calls and ten thousand broken model folders (an hour)"
@@ -70,6 +72,24 @@ build protos: $(TORCH)
 	$(BIN)/pip install -c constraints-dev.txt -e '.[dev]'
 	@touch $(BUILT) $(TOOLS)
 	@$(FORGET_GPU)
+
+# In protos/buf.yaml is what they check.
+protos-check: $(BUF)
+	$(BUF) lint protos
+	$(BUF) breaking protos --against protos/released.binpb
+
+# With each release, and a line in CHANGELOG.md that says what of the API changed.
+protos-release: $(BUF)
+	$(BUF) build protos --path protos/slotwise/v1 --as-file-descriptor-set --exclude-source-info \
+	  --output protos/released.binpb
+
+# buf comes with npm's package as it is: no script of it has to run.
+$(BUF): tests/protos/package.json tests/protos/package-lock.json
+	@command -v npm >/dev/null || { \
+	  echo "error: no npm; on Debian and Ubuntu: sudo apt-get install npm"; exit 1; }
+	mkdir -p build/buf && cp $^ build/buf
+	npm ci --prefix build/buf --ignore-scripts --no-audit --no-fund
+	@touch $@
 
 fmt: $(TOOLS)
 	$(BIN)/ruff check --fix --show-fixes .
