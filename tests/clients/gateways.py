@@ -78,8 +78,8 @@ class Gateway:
             self._readers.append(threading.Thread(target=read, daemon=True))
             self._readers[-1].start()
         with self._changed:
-            ready = self._changed.wait_for(lambda: self.url or self._has_ended(), START_TIMEOUT_S)
-        assert ready and self.url, "".join(self.log)[-4000:]
+            self._changed.wait_for(lambda: self.url or self._has_ended(), START_TIMEOUT_S)
+        assert self.url, "".join(self.log)[-4000:]
 
     def _has_ended(self) -> bool:
         return self.process.poll() is not None
