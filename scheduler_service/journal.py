@@ -421,7 +421,7 @@ class _Folder:
         except OSError as error:
             raise JournalError(
                 f"the journal's folder {folder} cannot be used: {error.strerror}; give one that "
-                "this user may make and write to"
+                f"user {os.geteuid()} may make and write to"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,6 +36,10 @@ from worker.sharding import Part
 
 # Elements of x that NCCL gathers at once.
 _NCCL_CHUNK = 1 << 22
+# NCCL's buffers of a rank lie there where GPUs do not reach each other: 4 MiB and more per channel
+# and peer. For eight ranks this is the 1 GiB that NVIDIA advises; Docker's default is 64 MiB.
+_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MIB = 128
 # Torch's watchdog ends what waits too long, but not the process, and writes no dump before it does.
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -112,6 +116,8 @@ class CudaGroup:
             return
         self._begins = [part.begin for part in parts] + [parts[-1].end]
         if not (use_peers and self._open_peers(self._store, hidden_size, max_rows)):
+            if self.same_machine:
+                check_shared_memory(self.world_size)
             backend = self._store.nccl(self._timeout_s)
             self._nccl = _NcclSums(backend, self._stream, max_tokens * hidden_size, max_rows, parts)
 
@@ -218,6 +224,27 @@ class CudaGroup:
         peers.close_peers()
         peers.release(store.leave("not opened"))
         return False
+
+
+def check_shared_memory(world_size: int) -> None:
+    """SetupError unless /dev/shm has room for NCCL between so many ranks of this machine.
+
+    Without it NCCL ends with a bus error, or in words that do not tell why.
+    """
+    needed_mib = world_size * _SHARED_MIB
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+        free_mib = found.f_bavail * found.f_frsize >> 20
+    except OSError:
+        free_mib = 0
+    if free_mib < needed_mib:
+        size = f"{max(1024, needed_mib)}m"
+        raise SetupError(
+            f"{_SHARED_MEMORY} has {free_mib} MiB free, and {world_size} ranks need {needed_mib}: "
+            "these GPUs do not reach each other's memory, so NCCL carries their sums. In a "
+            f"container give it more: shm_size: {size} or ipc: host in compose.yaml, "
+            f"docker run --shm-size={size} or --ipc=host"
+        )
 
 
 class _NcclSums:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +17,8 @@ from worker_driver import free_address, on_ranks
 
 from worker import peers
 from worker.errors import PeerLostError, SetupCancelledError, SetupError
-from worker.peers import _Meetings, _Process
+from worker.peers import CudaGroup, _Meetings, _Process, check_shared_memory
+from worker.sharding import Part
 
 PATIENCE_S = 60.0
 # Holds a store until it is killed; says so on a line.
@@ -89,6 +91,55 @@ def cancelled_after(count: int) -> Callable[[], bool]:
     """True from the count-th call on."""
     calls = iter(range(count))
     return lambda: next(calls, None) is None
+
+
+def have_shared_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    """As a file system of 4 KiB blocks."""
+    found = SimpleNamespace(f_bavail=mib << 8, f_frsize=4096)
+    monkeypatch.setattr(peers.os, "statvfs", lambda path: {peers._SHARED_MEMORY: found}[path])
+
+
+def test_shared_memory_that_is_too_small_is_told_with_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have_shared_memory(monkeypatch, 64)
+    with pytest.raises(SetupError, match="/dev/shm has 64 MiB free, and 2 ranks need 256") as told:
+        check_shared_memory(2)
+    for words in ("shm_size: 1024m", "ipc: host", "--shm-size=1024m", "--ipc=host"):
+        assert words in str(told.value)
+    have_shared_memory(monkeypatch, 256)
+    check_shared_memory(2)
+    with pytest.raises(SetupError, match=r"12 ranks need 1536.*shm_size: 1536m"):
+        check_shared_memory(12)
+
+
+def test_no_shared_memory_at_all_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_SHARED_MEMORY", peers.Path("/dev/no-such-folder"))
+    with pytest.raises(SetupError, match="/dev/no-such-folder has 0 MiB free"):
+        check_shared_memory(2)
+
+
+@pytest.mark.parametrize("same_machine", [True, False])
+def test_ranks_that_need_nccl_look_at_the_shared_memory_of_their_machine_before(
+    monkeypatch: pytest.MonkeyPatch, same_machine: bool
+) -> None:
+    have_shared_memory(monkeypatch, 64)
+    monkeypatch.setattr(_Meetings, "same_machine", same_machine)
+    port = int(free_address().rpartition(":")[2])
+    stores = [open_store(port, is_master) for is_master in (True, False)]
+
+    def reach_nccl(_meetings: _Meetings, _timeout_s: float) -> None:
+        raise LookupError("NCCL is there")
+
+    monkeypatch.setattr(_Meetings, "nccl", reach_nccl)
+
+    def reserve(rank: int) -> None:
+        group = CudaGroup(rank, 2, stores[rank], None, None, PATIENCE_S)
+        parts = [Part(0, 8), Part(8, 16)]
+        with pytest.raises(SetupError if same_machine else LookupError):
+            group.reserve(16, 64, 8, parts, use_peers=False)
+
+    on_ranks(2, reserve)
 
 
 def test_a_meeting_can_be_cancelled() -> None:

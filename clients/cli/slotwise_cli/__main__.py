@@ -33,9 +33,11 @@ from .bench import bench
 from .demo import demo
 from .doctor import doctor
 from .generate import chat, generate
+from .health import health
 from .interrupt import Ended, end_on_hang_up
 from .make_checkpoint import make_checkpoint
 from .output import CliError, Output
+from .prepare import prepare
 from .replay import replay
 from .serve import serve
 
@@ -60,7 +62,8 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (serve, generate, chat, attach, replay, demo, doctor, make_checkpoint):
+    commands = (serve, generate, chat, attach, replay, demo, doctor, health, prepare)
+    for command in (*commands, make_checkpoint):
         app.command()(command)
     app.add_typer(bench, name="bench")
     return app
