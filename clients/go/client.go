@@ -102,7 +102,7 @@ func (c *Client) Attach(
 // where none of that id waits or runs.
 func (c *Client) Cancel(ctx context.Context, requestID string) error {
 	_, err := c.Inference.Cancel(ctx, &pb.CancelRequest{RequestId: requestID})
-	return asError(ctx, err, c.address)
+	return c.answered(ctx, err)
 }
 
 // Health asks whether a service is SERVING: Service, "", or "slotwise.worker/<rank>". A name that
@@ -115,7 +115,16 @@ func (c *Client) Health(
 	if status.Code(err) == codes.NotFound {
 		return healthpb.HealthCheckResponse_SERVICE_UNKNOWN, nil
 	}
-	return response.GetStatus(), asError(ctx, err, c.address)
+	return response.GetStatus(), c.answered(ctx, err)
+}
+
+// answered notes that the server is there, or keeps the status of a call that failed.
+func (c *Client) answered(ctx context.Context, err error) error {
+	if err != nil {
+		return fromRPC(ctx, err, c.address)
+	}
+	c.reached.Store(true)
+	return nil
 }
 
 // end tells the server that nobody reads a request any more. Best effort: what is not heard of is

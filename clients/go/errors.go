@@ -84,14 +84,7 @@ func newError(code codes.Code, message string) *Error {
 	return &Error{status: status.New(code, message)}
 }
 
-// asError keeps the status of a failed call to address; nil stays nil.
-func asError(ctx context.Context, err error, address string) error {
-	if err == nil {
-		return nil
-	}
-	return fromRPC(ctx, err, address)
-}
-
+// fromRPC keeps the status of a failed call to address.
 func fromRPC(ctx context.Context, err error, address string) *Error {
 	if known, ok := err.(*Error); ok {
 		return known

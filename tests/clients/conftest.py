@@ -6,6 +6,8 @@ import pytest
 from clients.lossy_server import lossy_server
 from clients.scripted_server import ScriptedServer, scripted_server
 
+from integration.servers import Server, running_server
+
 
 @pytest.fixture
 def served() -> Iterator[ScriptedServer]:
@@ -18,4 +20,16 @@ def served() -> Iterator[ScriptedServer]:
 def lossy() -> Iterator[ScriptedServer]:
     """One that loses connections, requests and itself, for one test."""
     with lossy_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory) -> Iterator[Server]:
+    """A real server on a small checkpoint with four slots, where an answer may be very long."""
+    folder = tmp_path_factory.mktemp("small")
+    # torch is not loaded for those who need no model.
+    from checkpoints import make_checkpoint
+
+    make_checkpoint(folder, "qwen3", tokenizer=True, max_position_embeddings=1 << 16)
+    with running_server(folder, "--num-slots", "4", "--max-seq-len", "65536") as server:
         yield server
