@@ -40,7 +40,7 @@ def need_node() -> None:
 
 def npm(*words: str, cwd: Path) -> str:
     """What an npm command printed."""
-    return run("npm", *words, "--no-audit", "--no-fund", "--no-update-notifier", cwd=cwd)
+    return run("npm", "--no-audit", "--no-fund", "--no-update-notifier", *words, cwd=cwd)
 
 
 def run(
