@@ -38,6 +38,7 @@ PARTS = (
     "worker",
     "clients/python/slotwise_client",
     "clients/cli/slotwise_cli",
+    "clients/openai_gateway/slotwise_gateway",
 )
 CODE_FORMATS = {
     *("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
@@ -106,6 +107,10 @@ def roots(path: Path) -> set[str]:
             {"scheduler_service", "worker", "slotwise_cli", "torch"},
         ),
         ("clients/cli/slotwise_cli", {"scheduler_service", "worker"}),
+        (
+            "clients/openai_gateway/slotwise_gateway",
+            {"scheduler_service", "worker", "slotwise_cli", "torch"},
+        ),
     ],
 )
 def test_a_part_imports_only_what_it_may(folder, forbidden):

@@ -1,5 +1,6 @@
 """How a client reaches its server: the address, TLS, a token, and what it does after a loss."""
 
+import copy
 import ipaddress
 import ssl
 from collections.abc import Callable
@@ -64,6 +65,15 @@ class TlsOptions:
         return (("grpc.ssl_target_name_override", self.server_name),)
 
 
+@dataclass(slots=True)
+class _Life:
+    """What all who share a channel see of it."""
+
+    # It has answered once: what is lost now may come back.
+    was_reached: bool = False
+    is_closed: bool = False
+
+
 class Connection:
     """What both clients know of their server."""
 
@@ -82,18 +92,26 @@ class Connection:
         # Whether lost streams go on, and for how many seconds without news that is tried.
         self.reconnect = reconnect
         self.reconnect_timeout = reconnect_timeout
-        # It has answered once: what is lost now may come back.
-        self.was_reached = False
-        self.is_closed = False
-        self.metadata = _metadata(token)
+        self.life = _Life()
         options = TlsOptions() if tls is True else tls or None
-        if token is not None and options is None and not insecure_token and not _is_local(target):
-            raise ValueError(
-                f"the token would go to {target} unencrypted; use TLS, or allow it "
-                "(insecure_token=True) where the network is trusted"
-            )
+        self._may_send_tokens = options is not None or insecure_token or _is_local(target)
+        self.metadata = self._metadata(token)
         self.credentials = options and options.credentials()
         self.options = (*CHANNEL_OPTIONS, *(options.channel_options if options else ()))
+
+    def with_token(self, token: str | None) -> "Connection":
+        """The same one for another caller. ValueError as above."""
+        other = copy.copy(self)
+        other.metadata = self._metadata(token)
+        return other
+
+    def _metadata(self, token: str | None) -> tuple[tuple[str, str], ...]:
+        if token is not None and not self._may_send_tokens:
+            raise ValueError(
+                f"the token would go to {self.target} unencrypted; use TLS, or allow it "
+                "(insecure_token=True) where the network is trusted"
+            )
+        return _metadata(token)
 
 
 def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:

@@ -85,7 +85,7 @@ class Once(Source[T_co]):
         return self._call, self._request
 
     def take(self, response: Any) -> T_co | None:
-        self._connection.was_reached = True
+        self._connection.life.was_reached = True
         event: T_co | None = self._call.read(response)
         return event
 
@@ -195,7 +195,7 @@ class Reading(Source[Event]):
 
     def take(self, response: pb.GenerateResponse) -> Event | None:
         """AnswerChangedError when a new run differs, InternalError for a gap."""
-        self._connection.was_reached = True
+        self._connection.life.was_reached = True
         self._heard_at = self._clock()
         kind = response.WhichOneof("event")
         if kind == "accepted":
@@ -253,7 +253,7 @@ class Reading(Source[Event]):
         """None: there is none."""
         attached = self._way is not _Way.SEND
         again = _Way.SEND if self._accepted is None and self._request else _Way.ATTACH
-        if self._connection.is_closed:
+        if self._connection.life.is_closed:
             return None
         if self._is_unread:
             self._is_unread = False
@@ -263,7 +263,7 @@ class Reading(Source[Event]):
             self._heard_at = -math.inf
             return _Way.ATTACH
         if is_lost:
-            return again if self._connection.was_reached else None
+            return again if self._connection.life.was_reached else None
         if self._request is None:
             return _Way.ATTACH if isinstance(failure, UnavailableError) else None
         match failure:

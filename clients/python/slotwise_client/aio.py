@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import time
 import weakref
@@ -206,6 +207,15 @@ class AsyncClient:
         # Requests that are being cancelled.
         self._ends: set[asyncio.Task[None]] = set()
 
+    def with_token(self, token: str | None) -> "AsyncClient":
+        """The same connection for another caller; closing either closes both.
+
+        ValueError for a token that cannot be sent, or that everybody on the way could read.
+        """
+        other = copy.copy(self)
+        other._connection = self._connection.with_token(token)
+        return other
+
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncStream[Event]:
@@ -334,6 +344,22 @@ class AsyncClient:
         except NotFoundError:
             return Health.UNKNOWN_SERVICE
 
+    async def watch_health(self, service: str = protocol.SERVICE) -> AsyncIterator[Health]:
+        """Health as of `health`, now and whenever it changes; waits for a server to come.
+
+        UnavailableError when its connection is lost.
+        """
+        request = health_pb2.HealthCheckRequest(service=service)
+        # With wait_for_ready a lost server is dialled with back-off inside this one call.
+        call = self._stream_method(protocol.HEALTH_WATCH)(request, wait_for_ready=True)
+        try:
+            async for response in call:
+                yield protocol.HEALTH_WATCH.read(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.target) from error
+        finally:
+            call.cancel()
+
     async def wait_ready(self, timeout: float) -> None:
         """Return when the server answers requests; DeadlineError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
@@ -364,7 +390,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running streams are cancelled."""
-        self._connection.is_closed = True
+        self._connection.life.is_closed = True
         for stream in list(self._streams):
             stream.close()
         await self._wait_for_ends()
@@ -424,5 +450,5 @@ class AsyncClient:
             response_deserializer=call.response.FromString,
         )
         response = await method(request, timeout=timeout, metadata=self._connection.metadata)
-        self._connection.was_reached = True
+        self._connection.life.was_reached = True
         return call.read(response)

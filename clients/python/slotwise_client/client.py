@@ -418,7 +418,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; running streams are cancelled."""
-        self._connection.is_closed = True
+        self._connection.life.is_closed = True
         self._ender.close()
         self._channel.close()
 
@@ -466,5 +466,5 @@ class Client:
             response_deserializer=call.response.FromString,
         )
         response = method(request, timeout=timeout, metadata=self._connection.metadata)
-        self._connection.was_reached = True
+        self._connection.life.was_reached = True
         return call.read(response)

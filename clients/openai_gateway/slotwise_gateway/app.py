@@ -1,0 +1,188 @@
+"""The application: routes, and what every response has."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slotwise_client import ModelInfo, SlotwiseError, UnauthenticatedError
+
+from .caller import caller_token, request_id
+from .config import Config
+from .errors import ApiError, Names, from_grpc, model_not_found, server_error
+from .fields import Route
+from .gateway import Gateway, draining
+from .generation import Generation
+from .metrics import CONTENT_TYPE
+from .upstream import CALL_TIMEOUT_S, State
+
+# In the counts: the client has left without one.
+NO_RESPONSE: Final = 499
+
+log = logging.getLogger(__name__)
+
+
+def make_app(config: Config, gateway: Gateway | None = None) -> Starlette:
+    """The gateway as an ASGI application. Its lifespan connects to the server."""
+    gateway = gateway or Gateway(config)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await gateway.open()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    pages = _Pages(gateway)
+    post = ["POST"]
+    return Starlette(
+        routes=[
+            Path("/v1/chat/completions", Generation(gateway, Route.CHAT), methods=post),
+            Path("/v1/completions", Generation(gateway, Route.COMPLETIONS), methods=post),
+            Path("/v1/models", pages.models),
+            Path("/v1/models/{name:path}", pages.model),
+            Path("/health", pages.health),
+            Path("/ready", pages.ready),
+            Path("/metrics", pages.metrics),
+        ],
+        middleware=[Middleware(_Front, gateway=gateway)],
+        exception_handlers={
+            ApiError: _tell,
+            HTTPException: _tell_http,
+        },
+        lifespan=lifespan,
+    )
+
+
+class _Front:
+    """Names each request, puts the name on its response, and counts it."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = request_id(scope)
+        scope.setdefault("state", {})["request_id"] = name
+        status = NO_RESPONSE
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        self._gateway.enter()
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception:
+            log.exception("request %s: a fault of the gateway", name)
+            if status != NO_RESPONSE:
+                raise
+            told = server_error("a fault of the gateway; its log says more")
+            await _response(told)(scope, receive, send_named)
+        finally:
+            self._gateway.leave()
+            path = getattr(scope.get("route"), "path", "other")
+            self._gateway.metrics.count(path, status)
+
+
+class _Pages:
+    """The routes that answer a GET."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def health(self, request: Request) -> Response:
+        return Response('{"status":"ok"}', media_type="application/json")
+
+    async def ready(self, request: Request) -> Response:
+        if self._gateway.is_draining:
+            raise draining()
+        if self._gateway.upstream.state is not State.SERVING:
+            raise self._gateway.upstream.refusal()
+        return Response('{"status":"ready"}', media_type="application/json")
+
+    async def metrics(self, request: Request) -> Response:
+        load = None
+        try:
+            client = self._gateway.upstream.client(caller_token(request.scope))
+            load = await client.load(timeout=CALL_TIMEOUT_S)
+        except UnauthenticatedError as error:
+            raise from_grpc(error, Names()) from error
+        except SlotwiseError as error:
+            log.info("no load for /metrics: %s", error.message)
+        return Response(self._gateway.metrics.text(load), headers={"Content-Type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        cards = [self._card(name) for name in self._names(await self._info(request))]
+        return _json({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        name, info = request.path_params["name"], await self._info(request)
+        if name not in self._names(info):
+            raise model_not_found(name, info.name)
+        return _json(self._card(name))
+
+    async def _info(self, request: Request) -> ModelInfo:
+        """Asked anew: the caller may be nobody who is told."""
+        await self._gateway.check_ready()
+        client = self._gateway.upstream.client(caller_token(request.scope))
+        try:
+            return await client.model_info(timeout=CALL_TIMEOUT_S)
+        except SlotwiseError as error:
+            raise from_grpc(error, Names()) from error
+
+    def _names(self, info: ModelInfo) -> tuple[str, ...]:
+        return (info.name, *self._gateway.config.model_aliases)
+
+    @staticmethod
+    def _card(name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "slotwise"}
+
+
+def _json(value: object) -> Response:
+    return Response(json.dumps(value, ensure_ascii=False), media_type="application/json")
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    log.info("request %s: %d: %s", request.state.request_id, error.status, error.message)
+    return _response(error)
+
+
+def _response(error: ApiError) -> Response:
+    return Response(
+        error.body(), error.status, headers=error.headers, media_type="application/json"
+    )
+
+
+async def _tell_http(request: Request, error: Exception) -> Response:
+    """No such path, or not by this method."""
+    assert isinstance(error, HTTPException)
+    path, headers = request.url.path[:200], dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{path} takes {headers.get('Allow')}, not {request.method}"
+    elif error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"there is no {path} here"
+    else:
+        message = error.detail
+    told = ApiError(error.status_code, message, headers=headers)
+    return await _tell(request, told)

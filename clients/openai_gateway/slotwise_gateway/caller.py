@@ -1,0 +1,47 @@
+"""Who calls: the bearer token and the request's id, as they stand in the headers."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from http import HTTPStatus
+from typing import Final
+
+from starlette.types import Scope
+
+from .errors import ApiError
+
+_TOKEN: Final = re.compile(rb"[\x21-\x7e]{1,4096}")
+# As the server takes them; fewer characters than it would, so that several prompts can be numbered.
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,119}")
+
+
+def caller_token(scope: Scope) -> str | None:
+    """The bearer token; None without one. ApiError for what is none."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not values:
+        return None
+    scheme, _, token = values[0].partition(b" ")
+    token = token.strip()
+    if len(values) > 1 or scheme.lower() != b"bearer" or (token and not _TOKEN.fullmatch(token)):
+        raise ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            "the Authorization header is not one Bearer TOKEN of printable ASCII",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return token.decode() or None
+
+
+def request_id(scope: Scope) -> str:
+    """The caller's x-request-id if it is a good one, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            value = value.strip()
+            return value.decode() if _REQUEST_ID.fullmatch(value) else _new_id()
+    return _new_id()
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,171 @@
+"""One HTTP connection: uvicorn's, with bounds of time, size and number that it does not have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.config import Config as ServerConfig
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from .config import Limits
+from .errors import ApiError, unavailable
+
+MAX_HEADER_BYTES: Final = 64 << 10
+# Requests that may come behind one that is being answered.
+MAX_PIPELINED: Final = 8
+# After the last byte of a response: time for it to reach a client that still sends.
+LINGER_S: Final = 2.0
+
+
+def connection_class(limits: Limits) -> type[HttpToolsProtocol]:
+    """For `http` of uvicorn's settings."""
+
+    class LimitedConnection(Connection):
+        LIMITS = limits
+
+    return LimitedConnection
+
+
+class Connection(HttpToolsProtocol):
+    """Ends, with a word, what uvicorn would wait for or gather without end."""
+
+    LIMITS: Limits = Limits()
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        # While the headers of a request are awaited or come.
+        self._headers_timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+        # What still comes is read and dropped: closing at once would reset the connection, and
+        # take from the client what was said last.
+        self._is_lingering = False
+        self._last_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.LIMITS.max_connections:
+            self._refuse(unavailable("too many connections are open; try again later"))
+            return
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._headers_timer, self._last_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
+        super().data_received(data)
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        if self._headers_timer is not None:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._refuse(_too_large_headers())
+        elif self.cycle is None or self.cycle.response_complete:
+            # Something came that is no request yet.
+            self._await_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._headers_timer is None:
+            self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        self._end_headers()
+        super().on_headers_complete()
+        self.cycle.transport = _Linger(self.transport, self._linger)  # type: ignore[assignment]
+        if self.pipeline:
+            # uvicorn would not read on, and so not see that the client has left.
+            self.flow.resume_reading()
+            if len(self.pipeline) > MAX_PIPELINED:
+                self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(
+            ApiError(HTTPStatus.BAD_REQUEST, "the request is no HTTP/1.1", code="bad_http")
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        # What was written may never be read.
+        self._last_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _await_headers(self) -> None:
+        self._num_header_bytes = 0
+        self._headers_timer = self.loop.call_later(self.LIMITS.headers_s, self._headers_late)
+
+    def _end_headers(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+
+    def _headers_late(self) -> None:
+        self._headers_timer = None
+        self._refuse(
+            ApiError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the headers did not come within {self.LIMITS.headers_s:g} s",
+                code="request_timeout",
+            )
+        )
+
+    def _refuse(self, error: ApiError) -> None:
+        """Says why, and closes."""
+        self._end_headers()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Another answer is being written there.
+            self.transport.close()
+            return
+        body = error.body()
+        status = HTTPStatus(error.status)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **error.headers,
+        }
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Closes after the client has had time to read."""
+        if self.transport.is_closing() or self._is_lingering:
+            return
+        self._is_lingering = True
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._last_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+class _Linger:
+    """A transport whose `close` is another one; for uvicorn, which closes after a last response."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+
+
+def _too_large_headers() -> ApiError:
+    return ApiError(
+        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+        f"the headers have more than {MAX_HEADER_BYTES} bytes",
+        code="headers_too_large",
+    )

@@ -1,0 +1,88 @@
+"""What all requests share: the server, the runs in progress, whether new ones are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from .config import Config
+from .errors import ApiError, unavailable
+from .metrics import Metrics
+from .run import Run
+from .upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """One process's state."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self._upstream: Upstream | None = None
+        self._runs: set[Run] = set()
+        self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self.is_draining = False
+
+    @property
+    def upstream(self) -> Upstream:
+        """There while the application runs."""
+        assert self._upstream is not None
+        return self._upstream
+
+    async def open(self) -> None:
+        """ValueError for TLS files that cannot be used."""
+        self._upstream = Upstream(self.config)
+
+    async def close(self) -> None:
+        """Ends what still runs."""
+        self.end_runs()
+        await self.upstream.close()
+
+    async def check_ready(self) -> None:
+        """ApiError unless a new request is served now."""
+        if self.is_draining:
+            raise draining()
+        await self.upstream.check_ready()
+
+    def enter(self) -> None:
+        """A request has come."""
+        self._num_open += 1
+        self._is_idle.clear()
+
+    def leave(self) -> None:
+        """Its response has ended."""
+        self._num_open -= 1
+        if not self._num_open:
+            self._is_idle.set()
+
+    def add(self, run: Run) -> None:
+        """It is to be ended when the process ends."""
+        self._runs.add(run)
+
+    def drop(self, run: Run) -> None:
+        """It has ended."""
+        self._runs.discard(run)
+
+    def drain(self) -> None:
+        """No new requests from here on."""
+        self.is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Until no request is open."""
+        await self._is_idle.wait()
+
+    def end_runs(self) -> None:
+        """What runs is told that there is no time left."""
+        if self._runs:
+            log.warning("%d requests did not end in time", len(self._runs))
+        for run in list(self._runs):
+            run.end(unavailable("the gateway shuts down; the answer is not whole"))
+
+
+def draining() -> ApiError:
+    """To requests that come too late."""
+    return unavailable("the gateway shuts down; send the request elsewhere")

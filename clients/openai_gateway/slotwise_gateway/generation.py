@@ -1,0 +1,278 @@
+"""POST of a body, to its answer: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from slotwise_client import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    ModelInfo,
+    PromptLogprobs,
+    SlotwiseError,
+)
+
+from .answer import Envelope, Stream, Whole
+from .body import ClientGoneError, read_json
+from .caller import caller_token
+from .chat import read_chat
+from .chat_answer import ChatStream, ChatWhole
+from .completion_answer import CompletionStream, CompletionWhole, Echo
+from .completions import read_completion
+from .errors import ApiError, Names, from_grpc, model_not_found, server_error
+from .fields import Route
+from .gateway import Gateway
+from .job import Job
+from .run import Run
+
+# Seconds that one write may take until the reader counts as gone.
+SLOW_READER_S: Final = 60.0
+COMMENT: Final = b": waiting\n\n"
+EVENT_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Asks proxies to pass chunks on as they come.
+    (b"x-accel-buffering", b"no"),
+)
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """The application behind one of the two routes."""
+
+    def __init__(self, gateway: Gateway, route: Route) -> None:
+        self._gateway = gateway
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ApiError while nothing was sent."""
+        request_id = scope["state"]["request_id"]
+        gateway = self._gateway
+        if gateway.is_draining:
+            await gateway.check_ready()
+        with contextlib.suppress(ClientGoneError):
+            body = await read_json(scope, receive, gateway.config.limits)
+            await gateway.check_ready()
+            client = gateway.upstream.client(caller_token(scope))
+            try:
+                info = await gateway.upstream.model(client)
+            except SlotwiseError as error:
+                raise from_grpc(error, Names()) from error
+            job = await self._job(body, info)
+            run = Run(client, job, request_id)
+            log.info(
+                "request %s: %s, %d prompts%s",
+                request_id,
+                self._route.value,
+                len(job.prompts),
+                f", user {job.user!r}" if job.user else "",
+            )
+            await self._serve(run, job, self._envelope(request_id, info), receive, send)
+
+    async def _job(self, body: dict[str, Any], info: ModelInfo) -> Job:
+        model = body.get("model")
+        if isinstance(model, str) and model not in (info.name, *self._gateway.config.model_aliases):
+            raise model_not_found(model, info.name)
+        read = read_chat if self._route is Route.CHAT else read_completion
+        return read(body, info)
+
+    def _envelope(self, request_id: str, info: ModelInfo) -> Envelope:
+        is_chat = self._route is Route.CHAT
+        return Envelope(
+            answer_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            kind="chat.completion" if is_chat else "text_completion",
+            created=int(time.time()),
+            model=info.name,
+            fingerprint=info.fingerprint,
+        )
+
+    async def _serve(
+        self, run: Run, job: Job, envelope: Envelope, receive: Receive, send: Send
+    ) -> None:
+        gateway = self._gateway
+        gateway.add(run)
+        watch = asyncio.create_task(_end_with_client(receive, run))
+        try:
+            echoes = await run.echoes() if job.looks.echo else []
+            if job.looks.streams:
+                await self._stream(
+                    run, self._stream_of(job, envelope, run.request_id, echoes), send
+                )
+            else:
+                await _answer(run, self._whole_of(job, envelope, run.request_id, echoes), send)
+        finally:
+            run.end()
+            watch.cancel()
+            gateway.drop(run)
+
+    def _stream_of(
+        self, job: Job, envelope: Envelope, request_id: str, echoes: Sequence[Echo]
+    ) -> Stream:
+        if self._route is Route.CHAT:
+            return ChatStream(job, envelope.as_chunk(), request_id)
+        return CompletionStream(job, envelope, echoes)
+
+    def _whole_of(
+        self, job: Job, envelope: Envelope, request_id: str, echoes: Sequence[Echo]
+    ) -> Whole:
+        if self._route is Route.CHAT:
+            return ChatWhole(job, envelope, request_id)
+        return CompletionWhole(job, envelope, echoes)
+
+    async def _stream(self, run: Run, stream: Stream, send: Send) -> None:
+        events = run.events()
+        async with contextlib.aclosing(events):
+            # Refusals come before the first event: they have a status of their own.
+            first = await anext(events, None)
+            if first is None:
+                _raise_why(run)
+                return
+            writer = _Writer(send, run)
+            self._gateway.metrics.add_streams(1)
+            try:
+                await writer.write_all(stream, first, events, self._gateway.config.keep_alive_s)
+            finally:
+                self._gateway.metrics.add_streams(-1)
+
+
+class _Writer:
+    """Sends the events of one answer."""
+
+    def __init__(self, send: Send, run: Run) -> None:
+        self._send = send
+        self._run = run
+        # Since when a write waits for the reader.
+        self._waits_since: float | None = None
+        self._has_written = False
+
+    async def write_all(
+        self,
+        stream: Stream,
+        first: tuple[int, Event],
+        events: AsyncIterator[tuple[int, Event]],
+        keep_alive_s: float,
+    ) -> None:
+        await self._send(
+            {"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)}
+        )
+        task = asyncio.current_task()
+        assert task is not None
+        watch = asyncio.create_task(self._watch(keep_alive_s, task))
+        try:
+            await self._events(stream, first, events)
+        finally:
+            watch.cancel()
+
+    async def _events(
+        self,
+        stream: Stream,
+        first: tuple[int, Event],
+        events: AsyncIterator[tuple[int, Event]],
+    ) -> None:
+        last = b""
+        try:
+            await self._write(_written(stream, *first))
+            async for number, event in events:
+                # Nearly all are.
+                if type(event) is Delta:
+                    written = stream.delta(number, event)
+                else:
+                    written = _written(stream, number, event)
+                if written:
+                    await self._write(written)
+            _raise_why(self._run)
+            if not self._run.is_over:
+                last = stream.end()
+        except ApiError as error:
+            log.warning("request %s: %s", self._run.request_id, error.message)
+            last = error.event()
+        except Exception:
+            log.exception("request %s: a fault of the gateway", self._run.request_id)
+            last = server_error("a fault of the gateway; its log says more").event()
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _write(self, data: bytes) -> None:
+        self._waits_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._waits_since = None
+        self._has_written = True
+
+    async def _watch(self, keep_alive_s: float, task: asyncio.Task[Any]) -> None:
+        """Comments while there is nothing to tell; the end of who does not read."""
+        while True:
+            await asyncio.sleep(keep_alive_s)
+            since = self._waits_since
+            if since is None and not self._has_written:
+                await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            elif since is not None and time.monotonic() - since > SLOW_READER_S:
+                log.warning("request %s: its reader stands still", self._run.request_id)
+                self._run.end()
+                task.cancel()
+                return
+            self._has_written = False
+
+
+async def _answer(run: Run, whole: Whole, send: Send) -> None:
+    async with contextlib.aclosing(run.events()) as events:
+        async for number, event in events:
+            _gather(whole, number, event)
+    _raise_why(run)
+    if run.is_over:
+        return
+    body = await asyncio.to_thread(_joined, whole)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _joined(whole: Whole) -> bytes:
+    return "".join(whole.pieces()).encode()
+
+
+def _written(stream: Stream, number: int, event: Event) -> bytes:
+    match event:
+        case Delta():
+            return stream.delta(number, event)
+        case Finished():
+            return stream.finish(number, event)
+        case Accepted():
+            return stream.begin(number, event)
+        case PromptLogprobs():
+            return stream.prompt_logprobs(number, event)
+
+
+def _gather(whole: Whole, number: int, event: Event) -> None:
+    match event:
+        case Delta():
+            whole.delta(number, event)
+        case Finished():
+            whole.finish(number, event)
+        case Accepted():
+            whole.begin(number, event)
+        case PromptLogprobs():
+            whole.prompt_logprobs(number, event)
+
+
+def _raise_why(run: Run) -> None:
+    """What the caller is to be told, where the run was ended."""
+    if run.error is not None:
+        raise run.error
+
+
+async def _end_with_client(receive: Receive, run: Run) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    run.end()

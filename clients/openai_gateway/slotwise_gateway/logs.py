@@ -1,0 +1,46 @@
+"""Log lines on standard error, one per event, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+
+def configure_logging(level: str, form: str) -> None:
+    """level: "debug" to "error"; form: "text" or "json". Called once, by the process's start."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Its own lines tell of starts and ends that ours tell too.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.000Z INFO slotwise_gateway.app: message`, newlines made visible."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        text = text.replace("\n", "\\n").replace("\r", "\\r")
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and exception if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values, ensure_ascii=False)
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

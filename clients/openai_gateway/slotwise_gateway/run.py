@@ -1,0 +1,167 @@
+"""A job as it runs: its requests to the server, as one row of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Final
+
+from slotwise_client import (
+    AsyncClient,
+    AsyncStream,
+    Event,
+    GenerateOptions,
+    Prompt,
+    SlotwiseError,
+)
+
+from .completion_answer import Echo
+from .errors import ApiError, Names, from_grpc
+from .job import Job
+
+# A template that ends so has opened the model's reasoning.
+THINK: Final = "<think>"
+END_THINK: Final = "\n</think>\n\n"
+
+
+class Run:
+    """One job. It ends when its events do, or when it is told to: `error` says why."""
+
+    def __init__(self, client: AsyncClient, job: Job, request_id: str) -> None:
+        self._client = client
+        self._job = job
+        self._request_id = request_id
+        self._streams: list[AsyncStream[Event]] = []
+        self._is_over = False
+        # What the caller is to be told in place of the rest; None: nothing, nobody listens.
+        self.error: ApiError | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it, and the server's."""
+        return self._request_id
+
+    @property
+    def is_over(self) -> bool:
+        """It was told to end."""
+        return self._is_over
+
+    def end(self, error: ApiError | None = None) -> None:
+        """Give all slots back; the events end."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.error = error
+        for stream in self._streams:
+            stream.close()
+
+    async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        """Each with the number of its prompt. ApiError when the server refuses or fails."""
+        prompts = self._job.prompts
+        if self._job.is_rendered:
+            prompts = (await self._rendered(),)
+        many = len(prompts) > 1
+        for number, prompt in enumerate(prompts):
+            if not self._is_over:
+                self._open(prompt, f"{self._request_id}-{number}" if many else self._request_id)
+        events = self._merged() if many else self._single()
+        try:
+            async for event in events:
+                yield event
+        finally:
+            for stream in self._streams:
+                stream.close()
+
+    async def echoes(self) -> list[Echo]:
+        """The prompts as texts, for answers that repeat them. ApiError."""
+        return [await self._echo(number) for number in range(len(self._job.prompts))]
+
+    def _open(self, prompt: Prompt, request_id: str) -> None:
+        with self._telling(self._job.names):
+            options: GenerateOptions = {**self._job.options, "request_id": request_id}
+            stream = self._client.generate(prompt, **options)
+        self._streams.append(stream)
+
+    async def _single(self) -> AsyncIterator[tuple[int, Event]]:
+        with self._telling(self._job.names):
+            for stream in self._streams:
+                async for event in stream:
+                    yield 0, event
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Event]]:
+        queue: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue(2 * len(self._streams))
+
+        async def read(number: int, stream: AsyncStream[Event]) -> None:
+            with self._telling(self._names(number)):
+                async for event in stream:
+                    await queue.put((number, event))
+
+        async def read_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, stream in enumerate(self._streams):
+                        group.create_task(read(number, stream))
+            finally:
+                await queue.put(None)
+
+        reading = asyncio.create_task(read_all())
+        try:
+            while (item := await queue.get()) is not None:
+                yield item
+            await reading
+        except* ApiError as group:
+            raise _first(group) from None
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _rendered(self) -> Prompt:
+        """The chat as ids, and behind it what the answer itself must not begin with."""
+        with self._telling(self._job.names):
+            chat = await self._client.render_chat(self._job.chat)
+            opens_reasoning = chat.text.rstrip().endswith(THINK)
+            more = (END_THINK if opens_reasoning else "") + self._job.opening
+            if not more:
+                return chat.token_ids
+            ids = await self._client.tokenize(more, parse_control_tokens=True)
+        return (*chat.token_ids, *ids)
+
+    async def _echo(self, number: int) -> Echo:
+        prompt = self._job.prompts[number]
+        with self._telling(self._names(number)):
+            ids: list[int]
+            if isinstance(prompt, str):
+                ids, text = await self._client.tokenize(prompt), prompt
+            else:
+                assert isinstance(prompt, list)
+                ids = prompt
+                text = await self._client.detokenize(ids, keep_control_tokens=True)
+            first = await self._client.detokenize(ids[:1], keep_control_tokens=True)
+        return Echo(text, first)
+
+    def _names(self, number: int) -> Names:
+        """Of one of several prompts."""
+        names = self._job.names
+        if len(self._job.prompts) == 1:
+            return names
+        place = f"prompt.{number}"
+        own = {"text": place, "token_ids": place, "token_ids.ids": place}
+        return replace(names, renamed={**names.renamed, **own})
+
+    @contextlib.contextmanager
+    def _telling(self, names: Names) -> Iterator[None]:
+        """Errors of the server as those of the OpenAI API."""
+        try:
+            yield
+        except SlotwiseError as error:
+            raise from_grpc(error, names) from error
+
+
+def _first(group: BaseExceptionGroup[ApiError]) -> ApiError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ApiError)
+    return error

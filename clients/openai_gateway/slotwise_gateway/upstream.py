@@ -1,0 +1,102 @@
+"""The gRPC server as the gateway sees it: is it ready, which model does it serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from enum import Enum
+from typing import Final
+
+from slotwise_client import AsyncClient, Health, ModelInfo, SlotwiseError
+
+from .config import Config
+from .errors import ApiError, unavailable
+
+# How long a request waits for the first word of the server after the gateway's start.
+FIRST_ANSWER_S: Final = 2.0
+# Between watches that end at once.
+RETRY_S: Final = 0.2
+CALL_TIMEOUT_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Of the server; the value is what a refused caller is told."""
+
+    UNKNOWN = "there is no answer from the model's server yet"
+    SERVING = "ready"
+    NOT_SERVING = "the model is not ready: it loads, or its workers are replaced, or it drains"
+    LOST = "the connection to the model's server is lost"
+
+
+class Upstream:
+    """One channel for all callers, and a watch on the server's health."""
+
+    def __init__(self, config: Config) -> None:
+        """Must be made on a running event loop. ValueError for TLS files that cannot be used."""
+        self._config = config
+        self._client = AsyncClient(
+            config.server,
+            tls=config.tls or False,
+            token=config.token,
+            insecure_token=config.insecure_tokens,
+        )
+        self.state = State.UNKNOWN
+        self._is_known = asyncio.Event()
+        self._model: ModelInfo | None = None
+        self._watch = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Ends the watch and the channel."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._client.close()
+
+    def client(self, token: str | None) -> AsyncClient:
+        """For a caller with this token; without one, the gateway's own goes along.
+
+        ValueError for a token that no header can hold.
+        """
+        if token is None or not self._config.may_send_tokens:
+            return self._client
+        return self._client.with_token(token)
+
+    async def check_ready(self) -> None:
+        """ApiError unless requests are served now."""
+        if self.state is State.UNKNOWN:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_known.wait(), FIRST_ANSWER_S)
+        if self.state is not State.SERVING:
+            raise self.refusal()
+
+    def refusal(self) -> ApiError:
+        """Why nothing is served."""
+        return unavailable(self.state.value)
+
+    async def model(self, client: AsyncClient) -> ModelInfo:
+        """What is served, as it was told since the server is ready. SlotwiseError."""
+        if self._model is None:
+            self._model = await client.model_info(timeout=CALL_TIMEOUT_S)
+        return self._model
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for health in self._client.watch_health():
+                    is_serving = health is Health.SERVING
+                    self._become(State.SERVING if is_serving else State.NOT_SERVING)
+            except SlotwiseError as error:
+                log.info("%s: %s", self._config.server, error.message)
+            self._become(State.LOST)
+            await asyncio.sleep(RETRY_S)
+
+    def _become(self, state: State) -> None:
+        if state is not self.state:
+            log.info("%s: %s", self._config.server, state.value)
+        if state is not State.SERVING:
+            # What comes back may be another one.
+            self._model = None
+        self.state = state
+        self._is_known.set()
