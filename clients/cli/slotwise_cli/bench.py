@@ -20,6 +20,7 @@ from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .bench_chat import chat
 from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
+from .bench_gateway import gateway
 from .bench_journal import journal
 from .bench_kernels import kernels
 from .bench_steps import steps
@@ -48,6 +49,7 @@ bench.command()(steps)
 bench.command()(kernels)
 bench.command()(chat)
 bench.command()(journal)
+bench.command()(gateway)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,11 @@ class ServerProcess:
         for reader in self._readers:
             reader.start()
 
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
     def events(self) -> Iterator[Event]:
         """The child's events as they come; ends when the child does."""
         while (event := self._events.get()) is not None:
