@@ -26,11 +26,11 @@ std::string random_id() {
   return text;
 }
 
-// With what makes it the same request when it is sent anew.
-v1::GenerateRequest named(v1::GenerateRequest request) {
+// With what makes it the same request when it is sent anew, or read on.
+v1::GenerateRequest named(v1::GenerateRequest request, bool reconnects) {
   if (!request.has_request_id()) request.set_request_id(random_id());
   if (!request.sampling().has_seed()) request.mutable_sampling()->set_seed(random_bits());
-  if (!request.has_attach_window_ms()) request.set_attach_window_ms(kAttachWindowMs);
+  if (reconnects && !request.has_attach_window_ms()) request.set_attach_window_ms(kAttachWindowMs);
   return request;
 }
 
@@ -54,7 +54,7 @@ Reading::Reading(Request request, Milliseconds reconnect_timeout)
   auto& generate = std::get<v1::GenerateRequest>(request);
   way_ = Way::kSend;
   has_own_window_ = !generate.has_attach_window_ms();
-  request_ = named(std::move(generate));
+  request_ = named(std::move(generate), reconnect_timeout > Milliseconds{});
   id_ = request_->request_id();
   num_choices_ = std::max(request_->n(), 1u);
 }
@@ -66,7 +66,7 @@ Reading::Request Reading::next_call() {
     ++num_sent_;
     return *request_;
   }
-  silence_ = Clock::now() - heard_at_;
+  silence_ = heard_at_ ? Clock::now() - *heard_at_ : Clock::duration::max();
   return attach_request();
 }
 
@@ -102,6 +102,7 @@ bool Reading::take(v1::GenerateResponse* response) {
   if (is_new) {
     lost_for_ = {};
     delay_ = kFirstDelay;
+    last_failure_.clear();
   }
   return is_new;
 }
@@ -118,11 +119,18 @@ Milliseconds Reading::lost(const Failure& failure, bool was_reached) {
   const Milliseconds delay = std::max(delay_, failure.error.retry_after());
   if (!way || lost_for + delay > reconnect_timeout_) {
     is_over_ = true;
-    throw failure.error;
+    throw told(failure.error);
   }
+  last_failure_ = failure.error.what();
   delay_ = std::min(2 * delay_, kMaxDelay);
   way_ = *way;
   return delay;
+}
+
+// A deadline says what it was that took so long.
+Error Reading::told(const Error& error) const {
+  if (error.code() != StatusCode::DEADLINE_EXCEEDED || last_failure_.empty()) return error;
+  return Error(error.code(), "the timeout passed; before that: " + last_failure_);
 }
 
 bool Reading::ended() {
@@ -150,7 +158,7 @@ std::optional<Reading::Way> Reading::way_on(const Failure& failure, bool was_rea
   }
   if (failure.reason == "SLOW_READER") {
     // Nobody read since long before its last messages were taken here.
-    heard_at_ = Clock::time_point::min();
+    heard_at_.reset();
     return Way::kAttach;
   }
   if (failure.is_loss) {

@@ -55,6 +55,7 @@ class Reading {
   bool take_prompt_logprobs(v1::PromptLogprobs* part);
   bool was_unread(const v1::Finished& finished) const;
   Milliseconds count_loss();
+  Error told(const Error& error) const;
 
   std::string id_;
   // None: it was sent by another.
@@ -77,8 +78,10 @@ class Reading {
   std::optional<Clock::time_point> lost_at_;
   Milliseconds lost_for_{};
   Clock::time_point began_at_ = Clock::now();
-  // When the server can last have known that somebody reads, and for how long it could not.
-  Clock::time_point heard_at_ = Clock::now();
+  std::string last_failure_;
+  // When the server can last have known that somebody reads (none: long ago), and for how long it
+  // could not.
+  std::optional<Clock::time_point> heard_at_ = Clock::now();
   Clock::duration silence_{};
 };
 
