@@ -209,7 +209,7 @@ def test_the_generated_code_is_what_protoc_makes(tmp_path):
     assert [one.name for one in made] == ["inference.pb.go", "inference_grpc.pb.go"]
     for one in made:
         committed = SOURCES / "slotwisepb" / one.name
-        assert _unversioned(committed) == _unversioned(one), f"go generate (in clients/go) makes {one.name}"
+        assert _unversioned(committed) == _unversioned(one), "run go generate in clients/go"
 
 
 def _unversioned(path: Path) -> str:
