@@ -247,15 +247,16 @@ def record(message: pb.RequestRecord) -> RequestRecord:
 
 def delta(request_id: str, message: pb.Delta) -> Delta:
     """New tokens of a stream."""
+    logprobs, tool_calls = message.logprobs, message.tool_calls
     return Delta(
-        request_id=request_id,
-        index=message.index,
-        first_token_index=message.first_token_index,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        logprobs=all_logprobs(message.logprobs),
-        reasoning_text=message.reasoning_text,
-        tool_calls=tuple(mirror(ToolCallDelta, part) for part in message.tool_calls),
+        request_id,
+        message.index,
+        message.first_token_index,
+        tuple(message.token_ids),
+        message.text,
+        all_logprobs(logprobs) if logprobs else (),
+        message.reasoning_text,
+        tuple(mirror(ToolCallDelta, part) for part in tool_calls) if tool_calls else (),
     )
 
 

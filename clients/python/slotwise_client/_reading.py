@@ -198,12 +198,17 @@ class Reading(Source[Event]):
         self._connection.life.was_reached = True
         self._heard_at = self._clock()
         kind = response.WhichOneof("event")
+        if kind == "delta":
+            # Nearly always so, and written for that: once for each token of each stream.
+            delta = response.delta
+            if not self._take_delta(delta):
+                return None
+            self._lost_s, self._delay, self._last_failure = 0.0, FIRST_DELAY_S, None
+            return protocol.delta(self._id, delta)
         if kind == "accepted":
             return self._take_accepted(response)
         is_new = False
-        if kind == "delta":
-            is_new = self._take_delta(response.delta)
-        elif kind == "finished":
+        if kind == "finished":
             is_new = self._take_finished(response.finished)
         elif kind == "prompt_logprobs":
             is_new = self._take_prompt_logprobs(response.prompt_logprobs)
@@ -346,7 +351,10 @@ class Reading(Source[Event]):
         return is_cancelled and self._silence_s * 1e3 >= self._request.attach_window_ms
 
     def _choice(self, index: int) -> Received:
-        return self._received.setdefault(index, Received())
+        received = self._received.get(index)
+        if received is None:
+            received = self._received[index] = Received()
+        return received
 
 
 def attach_request(

@@ -55,11 +55,13 @@ class Received:
         """
         num_new = len(delta.token_ids)
         has_tokens = num_new > 0
-        self._take_tokens(delta)
+        if has_tokens:
+            self._take_tokens(delta, num_new)
         if not self._repeats and not delta.reasoning_text and not delta.tool_calls:
             # Nearly always so.
-            self._text.add(delta.text, has_tokens)
-            return bool(num_new or delta.text)
+            text = delta.text
+            self._text.add(text, has_tokens)
+            return has_tokens or bool(text)
         delta.text = self._text.take(delta.text, "text")
         delta.reasoning_text = self._reasoning.take(delta.reasoning_text, "reasoning")
         if delta.tool_calls:
@@ -78,17 +80,16 @@ class Received:
         was_finished, self.is_finished = self.is_finished, True
         return not was_finished
 
-    def _take_tokens(self, delta: pb.Delta) -> None:
-        if not delta.token_ids:
-            return
+    def _take_tokens(self, delta: pb.Delta, num_tokens: int) -> None:
         if delta.first_token_index != self._token:
             raise InternalError(
                 f"tokens are missing in the stream of choice {delta.index}: it goes on at "
                 f"{delta.first_token_index} and had come to {self._token}",
                 grpc.StatusCode.INTERNAL,
             )
-        num_known = min(self.num_tokens - self._token, len(delta.token_ids))
-        self._token += len(delta.token_ids)
+        # None where the stream repeats nothing.
+        num_known = min(self.num_tokens - self._token, num_tokens) if self._repeats else 0
+        self._token += num_tokens
         if num_known:
             self._compare(delta, num_known)
             del delta.token_ids[:num_known]
