@@ -32,6 +32,7 @@ from .attach import attach
 from .bench import bench
 from .demo import demo
 from .doctor import doctor
+from .gateway import gateway
 from .generate import chat, generate
 from .health import health
 from .interrupt import Ended, end_on_hang_up
@@ -62,7 +63,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    commands = (serve, generate, chat, attach, replay, demo, doctor, health, prepare)
+    commands = (serve, gateway, generate, chat, attach, replay, demo, doctor, health, prepare)
     for command in (*commands, make_checkpoint):
         app.command()(command)
     app.add_typer(bench, name="bench")

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from .output import Output
+from .gateway_keeper import GatewayKeeper
+from .output import CliError, Output
 from .server_process import Event, ServerProcess, report_event, scheduler_command
 
 # Between starts; a server that has lived for longer than the last is started at once.
@@ -35,12 +36,21 @@ class Keeper:
     """One scheduler at a time. One that is killed is followed by another on the same port."""
 
     def __init__(
-        self, model: Path, flags: Sequence[str], output: Output, *, restarts: bool = True
+        self,
+        model: Path,
+        flags: Sequence[str],
+        output: Output,
+        *,
+        restarts: bool = True,
+        gateway: GatewayKeeper | None = None,
     ) -> None:
+        """`gateway`: runs beside it, from its first readiness to its end."""
         self._model = model
         self._flags = list(flags)
         self._output = output
         self._restarts = restarts
+        self._gateway = gateway
+        self._gateway_failure: CliError | None = None
         # Set once somebody wants the end.
         self._is_told = threading.Event()
         self._has_served = False
@@ -55,9 +65,20 @@ class Keeper:
         is_first = not self._is_told.is_set()
         self._is_told.set()
         self._server.send_signal(signal.SIGUSR1 if is_first else signal.SIGUSR2)
+        if self._gateway is not None:
+            self._gateway.send_signal(signum)
 
     def run(self) -> None:
         """Return when the scheduler has ended as it was told. CliError when it fails."""
+        try:
+            self._run()
+        finally:
+            if self._gateway is not None:
+                self._gateway.stop()
+        if self._gateway_failure is not None:
+            raise self._gateway_failure
+
+    def _run(self) -> None:
         delay_s, num_failures = _FIRST_DELAY_S, 0
         while True:
             started = time.monotonic()
@@ -82,6 +103,11 @@ class Keeper:
             return False
         return code > _KILLED or 0 < num_failures <= _MAX_TRIES
 
+    def _end_without_gateway(self, error: CliError) -> None:
+        """It was asked for and cannot start."""
+        self._gateway_failure = error
+        self.send_signal(signal.SIGTERM)
+
     def _spawn(self) -> ServerProcess:
         return ServerProcess(scheduler_command(self._model, self._flags), _log_to_stderr)
 
@@ -95,7 +121,10 @@ class Keeper:
         if not self._has_served:
             self._has_served = True
             # Another one of port 0 would get another port.
-            self._flags += ["--port", str(ready["address"]).rpartition(":")[2]]
+            address = str(ready["address"])
+            self._flags += ["--port", address.rpartition(":")[2]]
+            if self._gateway is not None:
+                self._gateway.start(_reached_at(address), self._end_without_gateway)
         for event in self._server.events():
             if self._output.as_json:
                 self._output.json(event)
@@ -125,6 +154,13 @@ def _announce(ready: Event, seconds: float, output: Output) -> None:
         f"{ready['max_seq_len']} tokens, {running}{ready['device']}, {ready['weight_dtype']}, "
         f"TP {ready['tp']}, {seconds:.1f} s)"
     )
+
+
+def _reached_at(address: str) -> str:
+    """From this machine: a server that listens everywhere listens on loopback too."""
+    host, _, port = address.rpartition(":")
+    loopback = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    return f"{loopback.get(host, host)}:{port}"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .demo_model import ensure_demo_model
+from .gateway_keeper import GatewayKeeper, check_port
 from .keeper import Keeper, forwarding_signals
 from .output import CliError, Output, Report
 
@@ -102,6 +103,13 @@ def serve(
     no_operator_calls: Annotated[
         bool, typer.Option("--no-operator-calls", help="Do not serve ListSlots and FlushCache.")
     ] = False,
+    http_port: Annotated[
+        int | None,
+        typer.Option(help="Serve the OpenAI API too, on this port; 0 takes a free one \\[off]."),
+    ] = None,
+    http_host: Annotated[
+        str | None, typer.Option(help="Address of --http-port [127.0.0.1].")
+    ] = None,
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="End when the server is killed.")
     ] = False,
@@ -148,11 +156,36 @@ def serve(
         log_level=log_level,
         log_format=log_format,
     )
+    http = server_flags(
+        host=http_host,
+        port=http_port,
+        grace=grace,
+        log_level=log_level,
+        log_format=log_format,
+    )
+    gateway = _gateway(http_host, http_port, http, output, restarts=not no_restart)
+    if gateway is not None and tls_cert is not None:
+        raise CliError(
+            "--http-port does not go with --tls-cert: the gateway cannot know who signed the "
+            "certificate; start it by itself, with slotwise gateway --tls-ca",
+            exit_code=2,
+        )
     with output.progress() as report:
         folder = model_folder(model, report)
-    keeper = Keeper(folder, flags, output, restarts=not no_restart)
+    keeper = Keeper(folder, flags, output, restarts=not no_restart, gateway=gateway)
     with forwarding_signals(keeper):
         keeper.run()
+
+
+def _gateway(
+    host: str | None, port: int | None, flags: list[str], output: Output, *, restarts: bool
+) -> GatewayKeeper | None:
+    if port is None:
+        if host is not None:
+            raise CliError("--http-host is given and --http-port is not", exit_code=2)
+        return None
+    check_port(host or "127.0.0.1", port)
+    return GatewayKeeper(flags, output, restarts=restarts)
 
 
 def server_flags(**settings: str | float | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""The scheduler as a child process, followed through the JSON lines it prints with `--events`."""
+"""The scheduler or a gateway as a child process, followed through the JSON lines of `--events`."""
 
 import ctypes
 import json
@@ -29,12 +29,14 @@ def scheduler_command(model: Path, flags: Sequence[str]) -> list[str]:
 
 
 class ServerProcess:
-    """A running scheduler; it ends when this process does.
+    """A running child; it ends when this process does.
 
     It runs in a session of its own, so that a Ctrl-C reaches it once: through us.
     """
 
-    def __init__(self, command: Sequence[str], log: LogSink) -> None:
+    def __init__(self, command: Sequence[str], log: LogSink, name: str = "the scheduler") -> None:
+        """`name`: what it is called when it fails."""
+        self._name = name
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -80,9 +82,9 @@ class ServerProcess:
             return CliError("\n".join(self._error).removeprefix("error: "), exit_code=code or 1)
         if code > 128:
             # What it said last has nothing to do with that.
-            return CliError(f"the scheduler was killed by signal {code - 128}", exit_code=code)
+            return CliError(f"{self._name} was killed by signal {code - 128}", exit_code=code)
         last = self._last_lines[-1] if self._last_lines else "it printed nothing"
-        message = f"the scheduler ended with status {code}; its last words: {last}"
+        message = f"{self._name} ended with status {code}; its last words: {last}"
         return CliError(message, exit_code=code or 1)
 
     def send_signal(self, signum: int) -> None:

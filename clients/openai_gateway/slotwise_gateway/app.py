@@ -21,7 +21,7 @@ from slotwise_client import ModelInfo, SlotwiseError, UnauthenticatedError
 
 from .caller import caller_token, request_id
 from .config import Config
-from .errors import ApiError, Names, from_grpc, model_not_found, server_error
+from .errors import ApiError, model_not_found, server_error
 from .fields import Route
 from .gateway import Gateway, draining
 from .generation import Generation
@@ -126,7 +126,7 @@ class _Pages:
             client = self._gateway.upstream.client(caller_token(request.scope))
             load = await client.load(timeout=CALL_TIMEOUT_S)
         except UnauthenticatedError as error:
-            raise from_grpc(error, Names()) from error
+            raise self._gateway.upstream.error(error) from error
         except SlotwiseError as error:
             log.info("no load for /metrics: %s", error.message)
         return Response(self._gateway.metrics.text(load), headers={"Content-Type": CONTENT_TYPE})
@@ -148,7 +148,7 @@ class _Pages:
         try:
             return await client.model_info(timeout=CALL_TIMEOUT_S)
         except SlotwiseError as error:
-            raise from_grpc(error, Names()) from error
+            raise self._gateway.upstream.error(error) from error
 
     def _names(self, info: ModelInfo) -> tuple[str, ...]:
         return (info.name, *self._gateway.config.model_aliases)
@@ -164,7 +164,10 @@ def _json(value: object) -> Response:
 
 async def _tell(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    log.info("request %s: %d: %s", request.state.request_id, error.status, error.message)
+    # Probes ask all the time.
+    level = logging.DEBUG if request.url.path == "/ready" else logging.INFO
+    name = request.state.request_id
+    log.log(level, "request %s: %d: %s", name, error.status, error.message)
     return _response(error)
 
 

@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from slotwise_client import TlsOptions
 
 # A token on the command line could be read by every user of the machine.
 TOKEN_VARIABLE: Final = "SLOTWISE_TOKEN"
+_TOKEN: Final = re.compile(r"[\x21-\x7e]{1,4096}")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("text", "json")
 
@@ -82,6 +84,13 @@ class Config:
         _check_seconds("grace", self.grace_s, 0.0)
         if (self.https_cert is None) != (self.https_key is None):
             raise ConfigError("https-cert and https-key go together; give both or none")
+        if self.token is not None and not self.may_send_tokens:
+            raise ConfigError(
+                f"there is a token, and the way to {self.server} is not encrypted; give tls-ca, or "
+                "insecure-tokens where the network is trusted"
+            )
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise ConfigError("the token has characters besides printable ASCII, or is too long")
         if "" in self.model_aliases:
             raise ConfigError("model-alias is empty; give the name that clients ask for")
 

@@ -181,8 +181,8 @@ def from_grpc(error: SlotwiseError, names: Names) -> ApiError:
         case UnauthenticatedError():
             return ApiError(
                 HTTPStatus.UNAUTHORIZED,
-                "a good token is needed; send it as Authorization: Bearer TOKEN (api_key of the "
-                "OpenAI clients)",
+                f"{error.message}; over HTTP it is the header Authorization: Bearer TOKEN (the "
+                "api_key of OpenAI's clients)",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

@@ -28,7 +28,7 @@ from .chat import read_chat
 from .chat_answer import ChatStream, ChatWhole
 from .completion_answer import CompletionStream, CompletionWhole, Echo
 from .completions import read_completion
-from .errors import ApiError, Names, from_grpc, model_not_found, server_error
+from .errors import ApiError, model_not_found, server_error
 from .fields import Route
 from .gateway import Gateway
 from .job import Job
@@ -67,9 +67,9 @@ class Generation:
             try:
                 info = await gateway.upstream.model(client)
             except SlotwiseError as error:
-                raise from_grpc(error, Names()) from error
+                raise gateway.upstream.error(error) from error
             job = await self._job(body, info)
-            run = Run(client, job, request_id)
+            run = Run(gateway.upstream, client, job, request_id)
             log.info(
                 "request %s: %s, %d prompts%s",
                 request_id,

@@ -41,6 +41,7 @@ class Process:
 
     async def run(self) -> None:
         """Returns when all has ended. ConfigError when it cannot start."""
+        _check_tls(self._config)
         with self._signals(), _bound(self._config) as listener:
             server = self._server()
             serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -174,6 +175,15 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _check_tls(config: Config) -> None:
+    """ConfigError for files of which gRPC would only say that there is no connection."""
+    try:
+        if config.tls is not None:
+            config.tls.credentials()
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from slotwise_client import (
 )
 
 from .completion_answer import Echo
-from .errors import ApiError, Names, from_grpc
+from .errors import ApiError, Names
 from .job import Job
+from .upstream import Upstream
 
 # A template that ends so has opened the model's reasoning.
 THINK: Final = "<think>"
@@ -29,7 +30,8 @@ END_THINK: Final = "\n</think>\n\n"
 class Run:
     """One job. It ends when its events do, or when it is told to: `error` says why."""
 
-    def __init__(self, client: AsyncClient, job: Job, request_id: str) -> None:
+    def __init__(self, upstream: Upstream, client: AsyncClient, job: Job, request_id: str) -> None:
+        self._upstream = upstream
         self._client = client
         self._job = job
         self._request_id = request_id
@@ -66,10 +68,14 @@ class Run:
         for number, prompt in enumerate(prompts):
             if not self._is_over:
                 self._open(prompt, f"{self._request_id}-{number}" if many else self._request_id)
-        events = self._merged() if many else self._single()
         try:
-            async for event in events:
-                yield event
+            if many:
+                async for item in self._merged():
+                    yield item
+            elif self._streams:
+                with self._telling(self._job.names):
+                    async for event in self._streams[0]:
+                        yield 0, event
         finally:
             for stream in self._streams:
                 stream.close()
@@ -83,12 +89,6 @@ class Run:
             options: GenerateOptions = {**self._job.options, "request_id": request_id}
             stream = self._client.generate(prompt, **options)
         self._streams.append(stream)
-
-    async def _single(self) -> AsyncIterator[tuple[int, Event]]:
-        with self._telling(self._job.names):
-            for stream in self._streams:
-                async for event in stream:
-                    yield 0, event
 
     async def _merged(self) -> AsyncIterator[tuple[int, Event]]:
         queue: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue(2 * len(self._streams))
@@ -156,7 +156,7 @@ class Run:
         try:
             yield
         except SlotwiseError as error:
-            raise from_grpc(error, names) from error
+            raise self._upstream.error(error, names) from error
 
 
 def _first(group: BaseExceptionGroup[ApiError]) -> ApiError:

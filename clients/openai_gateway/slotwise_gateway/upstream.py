@@ -8,16 +8,23 @@ import logging
 from enum import Enum
 from typing import Final
 
-from slotwise_client import AsyncClient, Health, ModelInfo, SlotwiseError
+from slotwise_client import (
+    AsyncClient,
+    Health,
+    ModelInfo,
+    SlotwiseError,
+    UnauthenticatedError,
+)
 
 from .config import Config
-from .errors import ApiError, unavailable
+from .errors import ApiError, Names, from_grpc, server_error, unavailable
 
 # How long a request waits for the first word of the server after the gateway's start.
 FIRST_ANSWER_S: Final = 2.0
 # Between watches that end at once.
 RETRY_S: Final = 0.2
 CALL_TIMEOUT_S: Final = 10.0
+NO_NAMES: Final = Names()
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +62,22 @@ class Upstream:
         await self._client.close()
 
     def client(self, token: str | None) -> AsyncClient:
-        """For a caller with this token; without one, the gateway's own goes along.
-
-        ValueError for a token that no header can hold.
-        """
+        """For a caller with this token; without one, the gateway's own goes along."""
         if token is None or not self._config.may_send_tokens:
             return self._client
         return self._client.with_token(token)
+
+    def error(self, error: SlotwiseError, names: Names = NO_NAMES) -> ApiError:
+        """What a caller is told of a failed call."""
+        if isinstance(error, UnauthenticatedError) and not self._config.may_send_tokens:
+            message = (
+                f"{self._config.server} wants tokens, and the gateway may not pass them on: the "
+                "way there is not encrypted; give it --tls-ca, or --insecure-tokens where the "
+                "network is trusted"
+            )
+            log.error(message)
+            return server_error(message)
+        return from_grpc(error, names)
 
     async def check_ready(self) -> None:
         """ApiError unless requests are served now."""

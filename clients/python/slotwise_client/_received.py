@@ -59,9 +59,9 @@ class Received:
             self._take_tokens(delta, num_new)
         if not self._repeats and not delta.reasoning_text and not delta.tool_calls:
             # Nearly always so.
-            text = delta.text
-            self._text.add(text, has_tokens)
-            return has_tokens or bool(text)
+            piece = delta.text
+            self._text.add(piece, has_tokens)
+            return has_tokens or bool(piece)
         delta.text = self._text.take(delta.text, "text")
         delta.reasoning_text = self._reasoning.take(delta.reasoning_text, "reasoning")
         if delta.tool_calls:
