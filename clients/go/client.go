@@ -23,9 +23,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
-	"google.golang.org/grpc/status"
 
 	pb "slotwise/slotwisepb"
 )
@@ -105,16 +103,13 @@ func (c *Client) Cancel(ctx context.Context, requestID string) error {
 	return c.answered(ctx, err)
 }
 
-// Health asks whether a service is SERVING: Service, "", or "slotwise.worker/<rank>". A name that
-// the server does not know (yet) is SERVICE_UNKNOWN.
+// Health asks whether a service is SERVING: Service, "", or "slotwise.worker/<rank>". NOT_FOUND for
+// a name that the server does not know (yet).
 func (c *Client) Health(
 	ctx context.Context, service string,
 ) (healthpb.HealthCheckResponse_ServingStatus, error) {
 	request := &healthpb.HealthCheckRequest{Service: service}
 	response, err := healthpb.NewHealthClient(c.conn).Check(ctx, request)
-	if status.Code(err) == codes.NotFound {
-		return healthpb.HealthCheckResponse_SERVICE_UNKNOWN, nil
-	}
 	return response.GetStatus(), c.answered(ctx, err)
 }
 

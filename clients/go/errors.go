@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
@@ -18,9 +19,24 @@ type Error struct {
 	cause error
 }
 
-// Error is the server's sentence behind its code.
+// Error is the server's sentence behind its code, such as "INVALID_ARGUMENT: n: 33 is above 32".
 func (e *Error) Error() string {
-	return fmt.Sprintf("%s: %s", e.status.Code(), e.status.Message())
+	return fmt.Sprintf("%s: %s", e.Name(), e.status.Message())
+}
+
+// Name is the code as the API's documents write it.
+func (e *Error) Name() string {
+	if e.status.Code() == codes.Canceled {
+		return "CANCELLED"
+	}
+	var name strings.Builder
+	for i, letter := range e.status.Code().String() {
+		if i > 0 && unicode.IsUpper(letter) {
+			name.WriteByte('_')
+		}
+		name.WriteRune(unicode.ToUpper(letter))
+	}
+	return name.String()
 }
 
 // GRPCStatus is the status as it came, with its details.

@@ -106,7 +106,7 @@ func (r *reading) name() {
 	if r.request.Sampling.Seed == nil {
 		r.request.Sampling.Seed = proto.Uint64(binary.LittleEndian.Uint64(random[16:]))
 	}
-	if r.request.AttachWindowMs == nil {
+	if r.request.AttachWindowMs == nil && r.patience > 0 {
 		r.ownWindow = true
 		r.request.AttachWindowMs = proto.Uint32(uint32(attachWindow.Milliseconds()))
 	}

@@ -1,36 +1,42 @@
-// Reads a request on, of whatever program: attach [-server HOST:PORT] [-from TOKEN] REQUEST_ID
+// attach ADDRESS REQUEST_ID [NEXT]: reads a request on, from token NEXT of its answer.
 package main
 
 import (
 	"context"
-	"flag"
 	"fmt"
 	"io"
 	"log"
+	"os"
+	"strconv"
 
 	"slotwise"
 )
 
 func main() {
-	server := flag.String("server", "127.0.0.1:50051", "address of the server")
-	from := flag.Uint("from", 0, "index of the first token to read")
-	flag.Parse()
-
-	client, err := slotwise.Dial(*server)
-	if err != nil {
-		log.Fatal(err)
+	log.SetFlags(0)
+	log.SetPrefix("error: ")
+	next := uint64(0)
+	if len(os.Args) > 3 {
+		var err error
+		next, err = strconv.ParseUint(os.Args[3], 10, 32)
+		check(err)
 	}
-	defer client.Close()
-	stream := client.Attach(context.Background(), flag.Arg(0), uint32(*from))
+	client, err := slotwise.Dial(os.Args[1])
+	check(err)
+	stream := client.Attach(context.Background(), os.Args[2], uint32(next))
 	for {
 		event, err := stream.Recv()
 		if err == io.EOF {
 			break
 		}
-		if err != nil {
-			log.Fatal(err)
-		}
+		check(err)
 		fmt.Print(event.GetDelta().GetText())
 	}
 	fmt.Println()
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
 }

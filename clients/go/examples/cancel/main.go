@@ -1,24 +1,37 @@
-// Stops a request, of whatever program: cancel [-server HOST:PORT] REQUEST_ID
+// cancel ADDRESS QUESTION NUM_EVENTS: reads so many events of an answer, then stops it.
 package main
 
 import (
 	"context"
-	"flag"
+	"fmt"
 	"log"
+	"os"
+	"strconv"
 
 	"slotwise"
 )
 
 func main() {
-	server := flag.String("server", "127.0.0.1:50051", "address of the server")
-	flag.Parse()
+	log.SetFlags(0)
+	log.SetPrefix("error: ")
+	numEvents, err := strconv.Atoi(os.Args[3])
+	check(err)
+	client, err := slotwise.Dial(os.Args[1])
+	check(err)
 
-	client, err := slotwise.Dial(*server)
-	if err != nil {
-		log.Fatal(err)
+	stream := client.Chat(context.Background(), os.Args[2])
+	for i := 0; i < numEvents; i++ {
+		event, err := stream.Recv()
+		check(err)
+		fmt.Print(event.GetDelta().GetText())
 	}
-	defer client.Close()
-	if err := client.Cancel(context.Background(), flag.Arg(0)); err != nil {
+	// The end of the context does it too; client.Cancel(ctx, requestID) ends any other request.
+	stream.Close()
+	fmt.Printf("\ncancelled %s\n", stream.RequestID())
+}
+
+func check(err error) {
+	if err != nil {
 		log.Fatal(err)
 	}
 }

@@ -1,44 +1,48 @@
-// Streams the answer to a question: chat [-server HOST:PORT] [-max-new-tokens N] QUESTION
+// chat ADDRESS QUESTION [MAX_NEW_TOKENS]: streams an answer.
 package main
 
 import (
 	"context"
-	"flag"
+	"errors"
 	"fmt"
 	"io"
 	"log"
 	"os"
 	"os/signal"
-	"strings"
+	"strconv"
 
 	"slotwise"
 )
 
 func main() {
-	server := flag.String("server", "127.0.0.1:50051", "address of the server")
-	limit := flag.Uint("max-new-tokens", 128, "most tokens of the answer")
-	flag.Parse()
-
-	client, err := slotwise.Dial(*server)
-	if err != nil {
-		log.Fatal(err)
-	}
-	defer client.Close()
+	log.SetFlags(0)
+	log.SetPrefix("error: ")
+	limit, err := strconv.ParseUint(append(os.Args, "64")[3], 10, 32)
+	check(err)
+	client, err := slotwise.Dial(os.Args[1])
+	check(err)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 
-	stream := client.Chat(ctx, strings.Join(flag.Args(), " "),
-		slotwise.Temperature(0), slotwise.MaxNewTokens(uint32(*limit)))
-	log.Println("request", stream.RequestID())
+	stream := client.Chat(ctx, os.Args[2],
+		slotwise.Temperature(0), slotwise.MaxNewTokens(uint32(limit)))
 	for {
 		event, err := stream.Recv()
 		if err == io.EOF {
 			break
 		}
-		if err != nil {
-			log.Fatal(err)
-		}
+		check(err)
 		fmt.Print(event.GetDelta().GetText())
 	}
 	fmt.Println()
+}
+
+func check(err error) {
+	var failed *slotwise.Error
+	if errors.As(err, &failed) && failed.Field() != "" {
+		log.Println("field:", failed.Field())
+	}
+	if err != nil {
+		log.Fatal(err)
+	}
 }

@@ -1,11 +1,12 @@
-// Exits with 0 if the server is ready: health [-server HOST:PORT] [-service NAME]
+// health ADDRESS [SERVICE]: exits 0 when it is SERVING, 1 when not. By default it is asked whether
+// requests are taken; of SERVICE "" whether the process lives.
 package main
 
 import (
 	"context"
-	"flag"
 	"fmt"
 	"log"
+	"os"
 	"time"
 
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
@@ -14,23 +15,23 @@ import (
 )
 
 func main() {
-	server := flag.String("server", "127.0.0.1:50051", "address of the server")
-	service := flag.String("service", slotwise.Service, "health name")
-	flag.Parse()
-
-	client, err := slotwise.Dial(*server)
-	if err != nil {
-		log.Fatal(err)
+	log.SetFlags(0)
+	service := slotwise.Service
+	if len(os.Args) > 2 {
+		service = os.Args[2]
 	}
-	defer client.Close()
+	client, err := slotwise.Dial(os.Args[1])
+	if err != nil {
+		log.Fatal("error: ", err)
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	status, err := client.Health(ctx, *service)
+	status, err := client.Health(ctx, service)
 	if err != nil {
-		log.Fatal(err)
+		log.Fatal("error: ", err)
 	}
 	if status != healthpb.HealthCheckResponse_SERVING {
-		log.Fatalf("%s at %s is %s", *service, *server, status)
+		log.Fatal(status)
 	}
 	fmt.Println(status)
 }
