@@ -1,7 +1,7 @@
 // What a field means when it is left out is told in protos/slotwise/v1/inference.proto, and in
 // docs/api.md. Numbers of 64 bits are BigInts. Durations say their unit.
 
-/** PEM texts, as of `node:tls`. `ca`: who may sign the server's certificate; else the usual ones. */
+/** PEM texts, as of `node:tls`. `ca`: who may sign the server's certificate; else the usual. */
 export interface TlsOptions {
   ca?: string | Uint8Array;
   /** What this client shows to a server that wants to see a certificate. */
@@ -283,7 +283,10 @@ export class Client {
   cancel(requestId: string, options?: CallOptions): Promise<void>;
   /** Of the model's service, of the process (""), or of "slotwise.worker/<rank>". */
   health(service?: string, options?: CallOptions): Promise<Health>;
-  tokenize(text: string, options?: CallOptions & { parseControlTokens?: boolean }): Promise<number[]>;
+  tokenize(
+    text: string,
+    options?: CallOptions & { parseControlTokens?: boolean },
+  ): Promise<number[]>;
   detokenize(
     tokenIds: readonly number[] | Uint32Array,
     options?: CallOptions & { keepControlTokens?: boolean },
@@ -348,5 +351,5 @@ export class PermissionDeniedError extends SlotwiseError {}
 export class AlreadyExistsError extends SlotwiseError {}
 /** The server failed. */
 export class InternalError extends SlotwiseError {}
-/** An answer that was computed anew is not the one that had begun: servers are set up differently. */
+/** An answer that was computed anew is not the one that had begun: servers differ. */
 export class AnswerChangedError extends SlotwiseError {}

@@ -1,5 +1,5 @@
 // node attach.mjs [HOST:PORT] [REQUEST_ID] [TOKEN]: reads a request on from one of its tokens.
-// Without an id it asks for something, leaves after five tokens, and reads on over a new connection.
+// Without an id it asks, leaves after five tokens, and reads on over a new connection.
 import { Client } from 'slotwise-client';
 
 const [address = '127.0.0.1:50051', requestId, token = 0] = process.argv.slice(2);

@@ -67,7 +67,10 @@ function naming({ serverName }) {
 /** The address stays on this machine. What is not understood does not. */
 function isLocal(target) {
   if (target.startsWith('unix:')) return true;
-  const address = target.split('/').at(-1).replace(/^(dns|ipv4|ipv6):/, '');
+  const address = target
+    .split('/')
+    .at(-1)
+    .replace(/^(dns|ipv4|ipv6):/, '');
   const host = address.replace(/:\d+$/, '').replace(/^\[|\]$/g, '');
   if (host === 'localhost') return true;
   return isIP(host) === 4 ? host.startsWith('127.') : host === '::1';

@@ -75,7 +75,7 @@ export class AlreadyExistsError extends SlotwiseError {}
 /** The server failed. */
 export class InternalError extends SlotwiseError {}
 
-/** An answer that was computed anew is not the one that had begun: servers are set up differently. */
+/** An answer that was computed anew is not the one that had begun: servers differ. */
 export class AnswerChangedError extends SlotwiseError {}
 
 const BY_CODE = {
@@ -96,7 +96,8 @@ const BY_CODE = {
 const BY_REASON = { EXPIRED_REQUEST: ExpiredError, SLOW_READER: SlowReaderError };
 
 // What gRPC says, by codes that a server has too, of a connection that broke.
-const LOST = /RST_STREAM|Connection dropped|GOAWAY|http2|HTTP\/2|EOF|ECONNRESET|without gRPC status/;
+const LOST =
+  /RST_STREAM|Connection dropped|GOAWAY|http2|HTTP\/2|EOF|ECONNRESET|without gRPC status/;
 
 /** The stream broke off (null: it ended early) without a word of the server. */
 export function isLoss(error) {

@@ -43,7 +43,8 @@ function whole(field, value, path) {
   if (field.map) return map(field, value, path);
   if (!field.repeated) return single(field, value, path);
   // A string can be iterated too: stop: 'END' would become three stops.
-  if (!Array.isArray(value) && !ArrayBuffer.isView(value)) refuse(path, value, 'an array is wanted');
+  if (!Array.isArray(value) && !ArrayBuffer.isView(value))
+    refuse(path, value, 'an array is wanted');
   return Array.from(value, (item) => single(field, item, path));
 }
 
@@ -104,7 +105,8 @@ export function told(type, decoded) {
   for (const field of type.fieldsArray) {
     const { name } = field.resolve();
     // A member of a oneof, as every optional field is, or a message.
-    const mayBeUnset = field.partOf || (field.resolvedType instanceof protobuf.Type && !field.repeated);
+    const mayBeUnset =
+      field.partOf || (field.resolvedType instanceof protobuf.Type && !field.repeated);
     if (mayBeUnset && !(Object.hasOwn(decoded, name) && decoded[name] !== null)) continue;
     const value = decoded[name];
     if (field.map) made[name] = { ...value };

@@ -76,7 +76,10 @@ function input(prompt) {
   }
   const { tools, templateKwargs, ...rest } = prompt;
   const made = { ...rest, templateKwargsJson: json(templateKwargs) };
-  made.tools = tools?.map(({ parameters, ...tool }) => ({ ...tool, parametersJson: json(parameters) }));
+  made.tools = tools?.map(({ parameters, ...tool }) => ({
+    ...tool,
+    parametersJson: json(parameters),
+  }));
   return { chat: made };
 }
 

@@ -234,12 +234,14 @@ export class Reading {
       // server starts or drains.
       return attached && this.#isHeard ? SEND : again;
     }
-    if (attached && (failure instanceof NotFoundError || failure instanceof ExpiredError)) return SEND;
+    if (attached && (failure instanceof NotFoundError || failure instanceof ExpiredError))
+      return SEND;
     if (attached && failure.code === status.UNIMPLEMENTED) return SEND;
     if (this.#way === ATTACH && failure instanceof OutOfRangeError) return ATTACH_TO_ALL;
     if (!attached && this.#numSent > 1 && failure instanceof AlreadyExistsError) return ATTACH;
     if (this.#accepted !== null && failure instanceof QueueFullError) return this.#way;
-    const isOfWindow = failure instanceof InvalidArgumentError && failure.field === 'attach_window_ms';
+    const isOfWindow =
+      failure instanceof InvalidArgumentError && failure.field === 'attach_window_ms';
     const isSent = this.#ownWindow && this.#request.attachWindowMs !== undefined;
     return isOfWindow && isSent ? SEND_PLAIN : null;
   }

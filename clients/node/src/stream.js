@@ -50,7 +50,7 @@ export class Stream {
     return this.#events.next();
   }
 
-  /** The loop was left: resolves when the server knows that the request ended, or after a second. */
+  /** The loop was left: resolves when the server knows of it, or after a second. */
   async return(value) {
     this.close();
     await this.#client.ends();
@@ -81,7 +81,7 @@ export class Stream {
     }
   }
 
-  /** The next message; null where there was none, and the stream is over or goes on by a new call. */
+  /** The next message; null where there was none: the stream is over, or a new call goes on. */
   async #next() {
     if (this.#call === null) await this.#reopen();
     if (this.#closing.signal.aborted) return null;

@@ -50,7 +50,10 @@ test('what a field cannot hold is refused by its name', () => {
 
 test('an option that is not there is refused', () => {
   for (const name of ['maxTokens', 'max_new_tokens', 'sampling', 'chat', 'constructor']) {
-    assert.throws(() => generateRequest('x', { [name]: 1 }), new RegExp(`unknown option "${name}"`));
+    assert.throws(
+      () => generateRequest('x', { [name]: 1 }),
+      new RegExp(`unknown option "${name}"`),
+    );
   }
   assert.throws(() => generateRequest(5, {}), /a prompt is/);
 });

@@ -1,5 +1,5 @@
-// Compiled against index.d.ts, and run by tests/clients/node: what the types allow is what the client
-// takes. Prints what came, as JSON with BigInts as strings.
+// Compiled against index.d.ts, and run by tests/clients/node: what the types allow is what the
+// client takes. Prints what came, as JSON with BigInts as strings.
 
 import {
   Client,
@@ -14,7 +14,7 @@ import {
 
 type Constraint = 'jsonSchema' | 'jsonObject' | 'regex' | 'grammar' | 'choice';
 
-// All of them: a new option that the types lack, or have and the proto lacks, is an error here or there.
+// All of them: an option that the types or the proto lack is an error here or there.
 const ALL: Required<Omit<GenerateOptions, Constraint | keyof CallOptions>> = {
   requestId: 'typed',
   temperature: 0.5,
@@ -58,10 +58,14 @@ function show(value: unknown): void {
 const client = new Client(process.argv[2], { token: 'secret', reconnect: true });
 const controller = new AbortController();
 const events: Event[] = [];
-for await (const event of client.generate('Hi', { ...ALL, signal: controller.signal })) events.push(event);
+for await (const event of client.generate('Hi', { ...ALL, signal: controller.signal }))
+  events.push(event);
 show(events);
 for (const constraint of CONSTRAINTS) {
-  const { choices }: Completion = await client.complete([1, 2], { ...constraint, timeoutMs: 60_000 });
+  const { choices }: Completion = await client.complete([1, 2], {
+    ...constraint,
+    timeoutMs: 60_000,
+  });
   const [first] = choices;
   if (first === undefined || first.finished.timings.queueNs !== 1n) throw new Error('no answer');
 }

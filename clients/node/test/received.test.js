@@ -8,7 +8,13 @@ function deltas(tokens, begin, sizes, tail = '') {
   let at = begin;
   for (const size of sizes) {
     const part = tokens.slice(at, at + size);
-    made.push(delta(at, part.map(([id]) => id), part.map(([, text]) => text).join('')));
+    made.push(
+      delta(
+        at,
+        part.map(([id]) => id),
+        part.map(([, text]) => text).join(''),
+      ),
+    );
     at += size;
   }
   if (tail) made.push(delta(at, [], tail));
@@ -20,9 +26,15 @@ function delta(firstTokenIndex, tokenIds, text, more = {}) {
   return { index: 0, firstTokenIndex, tokenIds, text, ...none, ...more };
 }
 
-const TOKENS = [[5, 'The'], [6, ''], [7, ' sky'], [8, ' is'], [9, ' blue']];
+const TOKENS = [
+  [5, 'The'],
+  [6, ''],
+  [7, ' sky'],
+  [8, ' is'],
+  [9, ' blue'],
+];
 
-/** What a reader is told of several streams, the later ones from where the former ended or from 0. */
+/** What a reader is told of streams, the later ones from where the former ended or from 0. */
 function read(streams) {
   const received = new Received();
   const told = { ids: [], text: '' };
@@ -30,7 +42,10 @@ function read(streams) {
     if (i > 0) received.rewind(toStart);
     for (const part of parts) {
       received.take(part);
-      assert.equal(part.firstTokenIndex, part.tokenIds.length ? told.ids.length : part.firstTokenIndex);
+      assert.equal(
+        part.firstTokenIndex,
+        part.tokenIds.length ? told.ids.length : part.firstTokenIndex,
+      );
       told.ids.push(...part.tokenIds);
       told.text += part.text;
     }

@@ -38,6 +38,7 @@ def package() -> Iterator[Package]:
         folder = Path(checkout) / "clients" / "node"
         shutil.copytree(CLIENT, folder, ignore=LEFT_OUT)
         shutil.copytree(ROOT / "protos", Path(checkout) / "protos")
+        shutil.copy(ROOT / "LICENSE", checkout)
         (packed,) = json.loads(npm("pack", "--json", cwd=folder))
         app = Path(checkout) / "app"
         app.mkdir()

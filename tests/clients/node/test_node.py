@@ -66,10 +66,14 @@ def test_the_units(package):
     assert "# fail 0" in npm("test", cwd=package.folder)
 
 
+def test_the_sources_are_formatted(package):
+    npm("run", "lint", cwd=package.folder)
+
+
 def test_what_is_in_the_package(package):
     made = package.app / "node_modules" / "slotwise-client"
     files = {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()}
-    assert {"package.json", "README.md", "index.d.ts", "src/index.js"} <= files
+    assert {"package.json", "LICENSE", "README.md", "index.d.ts", "src/index.js"} <= files
     assert "protos/slotwise/v1/inference.proto" in files
     assert not [name for name in files if name.startswith(("test", "examples", "node_modules"))]
 
