@@ -116,10 +116,19 @@ pub(crate) fn status_of(trailers: &HeaderMap) -> Option<Result<(), Failure>> {
     let mut failure = Failure::new(code, percent_decode(message).decode_utf8_lossy());
     match details_of(trailers) {
         Some(details) => read_details(&mut failure, &details),
-        // Said by a proxy, not by a server.
-        None => failure.is_loss = matches!(code, Code::Unavailable | Code::Cancelled),
+        None => failure.is_loss = speaks_of_loss(&failure.error),
     }
     Some(Err(failure))
+}
+
+/// What a proxy says of a connection that broke behind it, by codes that a server has too.
+fn speaks_of_loss(error: &Error) -> bool {
+    let words = ["RST_STREAM", "Stream removed", "Socket closed", "GOAWAY", "http2", "EOF"];
+    match error.code {
+        Code::Unavailable | Code::Cancelled => true,
+        Code::Internal | Code::Unknown => words.iter().any(|word| error.message.contains(word)),
+        _ => false,
+    }
 }
 
 fn details_of(trailers: &HeaderMap) -> Option<standard::Status> {

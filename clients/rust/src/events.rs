@@ -99,19 +99,24 @@ impl Reader {
         sender: mpsc::Sender<Result<Event, Error>>,
         is_detached: Arc<AtomicBool>,
     ) {
-        tokio::select! {
-            ended = self.read(&sender) => if let Err(error) = ended {
-                let _ = sender.send(Err(error)).await;
-            },
-            () = sender.closed() => {}
-        }
+        let ended = tokio::select! {
+            ended = self.read(&sender) => ended,
+            () = sender.closed() => Ok(()),
+        };
         // Nobody reads it any more, or it is not the same any more.
         if !self.reading.is_over() && !is_detached.load(Ordering::Relaxed) {
-            let request = CancelRequest { request_id: self.reading.request_id().to_owned() };
-            let cancel = self.channel.unary::<_, CancelResponse>(CANCEL, &request, None);
-            // Best effort: what the server has not heard of is ended by its attach window.
-            let _ = timeout(CANCEL_TIMEOUT, cancel).await;
+            self.cancel().await;
         }
+        if let Err(error) = ended {
+            let _ = sender.send(Err(error)).await;
+        }
+    }
+
+    async fn cancel(&self) {
+        let request = CancelRequest { request_id: self.reading.request_id().to_owned() };
+        let cancel = self.channel.unary::<_, CancelResponse>(CANCEL, &request, None);
+        // Best effort: what the server has not heard of is ended by its attach window.
+        let _ = timeout(CANCEL_TIMEOUT, cancel).await;
     }
 
     async fn read(&mut self, sender: &mpsc::Sender<Result<Event, Error>>) -> Result<(), Error> {
