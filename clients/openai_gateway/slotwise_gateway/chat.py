@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from slotwise_client import Chat, Message, ModelInfo, Tool, ToolCall
 
 from .errors import Names, invalid
 from .fields import Route, read_object
-from .forced_call import OPENING, calls_schema
 from .job import (
     Job,
     Looks,
@@ -20,6 +20,7 @@ from .job import (
     structured_output,
     told_stops,
 )
+from .tool_turn import ToolPlan
 
 # What ends a call in the formats that are known.
 END_CALL: Final = "</tool_call>"
@@ -29,14 +30,14 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
     """ApiError for the first field that cannot be."""
     values = read_object(Route.CHAT, "", "", body)
     check_stream_options(values)
-    tools, forced = _tools(values, info)
+    tools, plan = _tools(values, info)
     options = common_options(values)
     renamed = _limit(values, options)
     if values.get("logprobs"):
         options["logprobs"] = values.get("top_logprobs", 0)
     elif "top_logprobs" in values:
         raise invalid("top_logprobs", "needs logprobs; set it to true, or leave this out")
-    constraint, names = _constraint(values, bool(tools), forced)
+    constraint, names = _constraint(values, bool(tools))
     options.update(constraint)  # type: ignore[typeddict-item]
     chat = Chat(
         messages=[_message(index, turn) for index, turn in enumerate(values["messages"])],
@@ -46,10 +47,15 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
     )
     knows_format = bool(info.output_format)
     is_rendered = knows_format and bool(constraint)
-    if knows_format and not is_rendered:
+    if knows_format and not is_rendered and plan is None:
         options["parse_output"] = True
-    stops = told_stops(values)
-    if tools and not forced and not values.get("parallel_tool_calls", True):
+    if plan is not None and options.get("n", 1) > 1:
+        raise invalid(
+            "n",
+            "is 1 at most where a call is forced or strict; send as many requests",
+            code="unsupported_value",
+        )
+    if tools and plan is None and not values.get("parallel_tool_calls", True):
         options["stop"] = [*options.get("stop", ()), END_CALL]
     looks = Looks(
         streams=values.get("stream", False),
@@ -57,7 +63,6 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
         logprobs=bool(values.get("logprobs")),
         token_ids=values.get("return_token_ids", False),
         prompt_logprobs="prompt_logprobs" in values,
-        is_forced_call=bool(forced),
     )
     return Job(
         prompts=(chat,),
@@ -66,8 +71,8 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
         names=Names({"logprobs": "top_logprobs", **renamed, **names}),
         user=values.get("user", "") or values.get("safety_identifier", ""),
         is_rendered=is_rendered,
-        opening=OPENING if forced else "",
-        told_stops=stops,
+        plan=plan,
+        told_stops=told_stops(values),
     )
 
 
@@ -129,52 +134,53 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
 # Tools
 
 
-def _tools(values: Mapping[str, Any], info: ModelInfo) -> tuple[list[Tool], list[Tool]]:
-    """Those for the prompt, and of these the ones of which one has to be called."""
+def _tools(values: Mapping[str, Any], info: ModelInfo) -> tuple[list[Tool], ToolPlan | None]:
+    """Those for the prompt; how their calls are to be written, unless the model may as it likes."""
     functions = [tool["function"] for tool in values.get("tools", ())]
     choice = values.get("tool_choice", "auto" if functions else "none")
-    if not functions:
-        if choice not in ("none", "auto"):
-            raise invalid("tool_choice", "needs tools; give them, or leave this out")
-        return [], []
-    names = [function["name"] for function in functions]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid(f"tools.{index}.function.name", f"{name!r} is there twice")
+    if not functions and choice not in ("none", "auto"):
+        raise invalid("tool_choice", "needs tools; give them, or leave this out")
+    _refuse_twins(functions)
+    if not functions or choice == "none":
+        return [], None
+    check_tools_are_known(info)
     tools = [
         Tool(function["name"], function.get("description"), function.get("parameters"))
         for function in functions
     ]
-    if choice == "none":
-        return [], []
-    check_tools_are_known(info)
-    if choice == "auto":
-        _refuse_strict(functions)
-        return tools, []
+    numbered = list(enumerate(tools))
     if choice == "required":
-        return tools, tools
-    name = choice["function"]["name"]
-    if name not in names:
-        raise invalid("tool_choice.function.name", f"{name!r} is none of the tools")
-    return tools, [tools[names.index(name)]]
+        return tools, ToolPlan(tuple(numbered), is_forced=True, is_single=True)
+    if choice != "auto":
+        name = choice["function"]["name"]
+        named = tuple(each for each in numbered if each[1].name == name)
+        if not named:
+            raise invalid("tool_choice.function.name", f"{name[:200]!r} is none of the tools")
+        return tools, ToolPlan(named, is_forced=True, is_single=True)
+    if not any(function.get("strict") for function in functions):
+        return tools, None
+    kept = tuple(
+        (number, tool if functions[number].get("strict") else replace(tool, parameters=None))
+        for number, tool in numbered
+    )
+    is_single = not values.get("parallel_tool_calls", True)
+    return tools, ToolPlan(kept, is_forced=False, is_single=is_single)
 
 
-def _refuse_strict(functions: list[dict[str, Any]]) -> None:
+def _refuse_twins(functions: list[dict[str, Any]]) -> None:
+    seen: set[str] = set()
     for index, function in enumerate(functions):
-        if function.get("strict"):
-            raise invalid(
-                f"tools.{index}.function.strict",
-                "is not supported where the model may choose between text and calls; set "
-                "tool_choice to required or to a function, or leave strict out",
-                code="unsupported_value",
-            )
+        name = function["name"]
+        if name in seen:
+            raise invalid(f"tools.{index}.function.name", f"{name!r} is there twice")
+        seen.add(name)
 
 
 # Structured output
 
 
 def _constraint(
-    values: Mapping[str, Any], has_tools: bool, forced: list[Tool]
+    values: Mapping[str, Any], has_tools: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The constraint of a request, and how its errors are to be named."""
     constraint, names = structured_output(values)
@@ -202,6 +208,4 @@ def _constraint(
             "leave one out",
             code="unsupported_value",
         )
-    if forced:
-        return {"json_schema": calls_schema(forced)}, {"json_schema": "tools"}
     return constraint, names

@@ -10,7 +10,6 @@ from slotwise_client import (
     Accepted,
     Delta,
     Finished,
-    FinishReason,
     PromptLogprobs,
     ToolCallDelta,
 )
@@ -25,7 +24,6 @@ from .answer import (
     usage_chunk,
     whole_json,
 )
-from .forced_call import CallReader
 from .job import Job
 from .logprobs import PromptRows, chat_logprobs
 from .written import dumped, encoded
@@ -44,29 +42,7 @@ class _Choice:
         self._request_id = request_id
         self._index = index
         self._told_stops = job.told_stops
-        self._reader = (
-            CallReader(call_id(request_id, index, 0)) if job.looks.is_forced_call else None
-        )
         self.has_calls = False
-
-    def calls(self, delta: Delta) -> Sequence[ToolCallDelta]:
-        """Parts of calls in a delta, by ids that are this request's own."""
-        parts: Sequence[ToolCallDelta] = delta.tool_calls
-        if self._reader is not None:
-            parts = self._reader.push(delta.text)
-        self.has_calls = self.has_calls or bool(parts)
-        return parts
-
-    def text(self, delta: Delta) -> str:
-        """What of a delta's text is content."""
-        return "" if self._reader is not None else delta.text
-
-    def last_calls(self, finished: Finished) -> Sequence[ToolCallDelta]:
-        """What was held back of a call."""
-        if self._reader is None:
-            return ()
-        is_whole = finished.finish_reason is FinishReason.STOP
-        return self._reader.finish(is_whole)
 
     def call_id(self, index: int) -> str:
         return call_id(self._request_id, self._index, index)
@@ -93,7 +69,7 @@ class ChatStream(Stream):
         self._end = ',"usage":null}\n\n' if job.looks.include_usage else "}\n\n"
         self._tail = f'}},"logprobs":null,"finish_reason":null}}]{self._end}'
         # A delta of text alone, the same for every token.
-        self._is_plain = not (job.looks.logprobs or job.looks.token_ids or job.looks.is_forced_call)
+        self._is_plain = not (job.looks.logprobs or job.looks.token_ids)
 
     def begin(self, prompt: int, accepted: Accepted) -> bytes:
         return "".join(
@@ -114,15 +90,11 @@ class ChatStream(Stream):
     def finish(self, prompt: int, finished: Finished) -> bytes:
         choice, head = self._choices[finished.index], self._heads[finished.index]
         self._usage.add(finished)
-        written = ""
-        if calls := choice.last_calls(finished):
-            written = f'{head}"tool_calls":{self._calls(choice, calls)}{self._tail}'
         reason, stop = choice.ending(finished)
-        written += (
+        return (
             f'{head}}},"logprobs":null,"finish_reason":"{reason}",'
             f'"stop_reason":{dumped(stop)}}}]{self._end}'
-        )
-        return written.encode()
+        ).encode()
 
     def end(self) -> bytes:
         usage = usage_chunk(self._envelope, self._usage) if self._looks.include_usage else b""
@@ -130,14 +102,14 @@ class ChatStream(Stream):
 
     def _other_delta(self, delta: Delta) -> bytes:
         choice = self._choices[delta.index]
-        calls, text = choice.calls(delta), choice.text(delta)
         fields = []
-        if text:
-            fields.append(f'"content":{encoded(text)}')
+        if delta.text:
+            fields.append(f'"content":{encoded(delta.text)}')
         if delta.reasoning_text:
             fields.append(f'"reasoning_content":{encoded(delta.reasoning_text)}')
-        if calls:
-            fields.append(f'"tool_calls":{self._calls(choice, calls)}')
+        if delta.tool_calls:
+            choice.has_calls = True
+            fields.append(f'"tool_calls":{self._calls(choice, delta.tool_calls)}')
         logprobs, ids = "null", ""
         if self._looks.logprobs and delta.logprobs:
             logprobs = dumped(chat_logprobs(delta.logprobs, self._num_best))
@@ -195,8 +167,8 @@ class ChatWhole(Whole):
 
     def delta(self, prompt: int, delta: Delta) -> None:
         choice, gathered = self._choices[delta.index], self._gathered[delta.index]
-        self._add_calls(choice, gathered, choice.calls(delta))
-        gathered.text.append(choice.text(delta))
+        self._add_calls(choice, gathered, delta.tool_calls)
+        gathered.text.append(delta.text)
         gathered.reasoning.append(delta.reasoning_text)
         gathered.token_ids += delta.token_ids
         if self._looks.logprobs and delta.logprobs:
@@ -205,7 +177,6 @@ class ChatWhole(Whole):
 
     def finish(self, prompt: int, finished: Finished) -> None:
         choice, gathered = self._choices[finished.index], self._gathered[finished.index]
-        self._add_calls(choice, gathered, choice.last_calls(finished))
         self._usage.add(finished)
         gathered.reason, gathered.stop = choice.ending(finished)
 
@@ -240,6 +211,7 @@ class ChatWhole(Whole):
     @staticmethod
     def _add_calls(choice: _Choice, gathered: _WholeChoice, parts: Sequence[ToolCallDelta]) -> None:
         for part in parts:
+            choice.has_calls = True
             call = gathered.calls.setdefault(
                 part.index,
                 {

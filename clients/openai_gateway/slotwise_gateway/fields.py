@@ -508,14 +508,14 @@ FIELDS: Final = (
         "tools[].function.strict",
         CHAT,
         boolean,
-        "`true` only with `tool_choice` `required` or a named function",
+        "`true`: the arguments follow the schema; `n` is 1 then",
     ),
     _honoured(
         "tool_choice",
         CHAT,
         tool_choice,
         "`none` leaves the tools out of the prompt; `required` and a named function make the model "
-        "write one call, whose arguments follow the schema",
+        "write one call, whose arguments follow the schema; `n` is 1 then",
     ),
     _honoured("tool_choice.type", CHAT, one_of("function"), "`function`", is_required=True),
     _honoured(

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 from slotwise_client import Chat, GenerateOptions, ModelInfo, Prompt
 
 from .errors import Names, invalid
+from .tool_turn import ToolPlan
 
 _MASK64: Final = (1 << 64) - 1
 
@@ -46,8 +47,6 @@ class Looks:
     echo: bool = False
     # Of completions: nothing but the prompt; the one token that is generated is left out.
     is_prompt_only: bool = False
-    # The answer is a call that begins so in the prompt already.
-    is_forced_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,11 @@ class Job:
     names: Names
     # For the log: who asks, by their own words.
     user: str = ""
-    # The chat is rendered here, and what it opens is closed, so that the answer is the output
-    # alone; `opening` follows then.
+    # The chat is rendered here, and the reasoning that it may open is closed: the constraint is of
+    # the answer.
     is_rendered: bool = False
-    opening: str = ""
+    # How its calls are to be written, where that is not left to the model.
+    plan: ToolPlan | None = None
     # What stopped an answer is told where it is one of these.
     told_stops: frozenset[str | int] = field(default_factory=frozenset)
 
@@ -74,7 +74,7 @@ class Job:
 
     @property
     def chat(self) -> Chat:
-        """Of a rendered one."""
+        """Of a job with one."""
         (chat,) = self.prompts
         assert isinstance(chat, Chat)
         return chat

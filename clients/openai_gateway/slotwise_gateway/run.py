@@ -20,11 +20,16 @@ from slotwise_client import (
 from .completion_answer import Echo
 from .errors import ApiError, Names
 from .job import Job
+from .tool_turn import ToolPlan, ToolTurn
 from .upstream import Upstream
 
 # A template that ends so has opened the model's reasoning.
 THINK: Final = "<think>"
 END_THINK: Final = "\n</think>\n\n"
+
+
+class _EndedError(Exception):
+    """A part has no end, and no other one follows."""
 
 
 class Run:
@@ -36,6 +41,7 @@ class Run:
         self._job = job
         self._request_id = request_id
         self._streams: list[AsyncStream[Event]] = []
+        self._num_parts = 0
         self._is_over = False
         # What the caller is to be told in place of the rest; None: nothing, nobody listens.
         self.error: ApiError | None = None
@@ -61,9 +67,13 @@ class Run:
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Each with the number of its prompt. ApiError when the server refuses or fails."""
+        if self._job.plan is not None:
+            async for event in self._turn(self._job.plan):
+                yield 0, event
+            return
         prompts = self._job.prompts
         if self._job.is_rendered:
-            prompts = (await self._rendered(),)
+            prompts = (await self._rendered(END_THINK),)
         many = len(prompts) > 1
         for number, prompt in enumerate(prompts):
             if not self._is_over:
@@ -117,16 +127,51 @@ class Run:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    async def _rendered(self) -> Prompt:
-        """The chat as ids, and behind it what the answer itself must not begin with."""
+    async def _turn(self, plan: ToolPlan) -> AsyncGenerator[Event, None]:
+        """An answer in parts."""
+        ids = await self._rendered(END_THINK if plan.is_forced else "")
+        turn = ToolTurn(plan, self._job.options, self)
+        with contextlib.suppress(_EndedError):
+            async with contextlib.aclosing(turn.events(self._job.chat, ids)) as events:
+                async for event in events:
+                    yield event
+
+    async def part(
+        self, prompt: Prompt, options: GenerateOptions, tool: int | None
+    ) -> AsyncGenerator[Event, None]:
+        """As of `Parts`. The first one has the request's own id."""
+        renamed = {**self._job.names.renamed, "token_ids": "messages", "token_ids.ids": "messages"}
+        if tool is not None:
+            renamed["json_schema"] = f"tools.{tool}.function.parameters"
+        number, self._num_parts = self._num_parts, self._num_parts + 1
+        request_id = f"{self._request_id}-{number}" if number else self._request_id
+        if self._is_over:
+            raise _EndedError
+        with self._telling(Names(renamed)):
+            named: GenerateOptions = {**options, "request_id": request_id}
+            stream = self._client.generate(prompt, **named)
+            self._streams = [stream]
+            try:
+                async for event in stream:
+                    yield event
+            finally:
+                stream.close()
+        if self._is_over:
+            raise _EndedError
+
+    async def token_ids(self, text: str) -> list[int]:
+        """As of `Parts`."""
+        with self._telling(self._job.names):
+            return await self._client.tokenize(text, parse_control_tokens=True)
+
+    async def _rendered(self, closing: str) -> list[int]:
+        """The chat as ids; `closing` follows where the template has opened the reasoning."""
         with self._telling(self._job.names):
             chat = await self._client.render_chat(self._job.chat)
-            opens_reasoning = chat.text.rstrip().endswith(THINK)
-            more = (END_THINK if opens_reasoning else "") + self._job.opening
-            if not more:
-                return chat.token_ids
-            ids = await self._client.tokenize(more, parse_control_tokens=True)
-        return (*chat.token_ids, *ids)
+        ids = list(chat.token_ids)
+        if closing and chat.text.rstrip().endswith(THINK):
+            ids += await self.token_ids(closing)
+        return ids
 
     async def _echo(self, number: int) -> Echo:
         prompt = self._job.prompts[number]
