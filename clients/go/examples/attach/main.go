@@ -14,6 +14,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) < 3 {
+		log.Fatal("usage: attach ADDRESS REQUEST_ID [NEXT]")
+	}
 	log.SetPrefix("error: ")
 	next := uint64(0)
 	if len(os.Args) > 3 {

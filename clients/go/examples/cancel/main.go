@@ -13,6 +13,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) < 4 {
+		log.Fatal("usage: cancel ADDRESS QUESTION NUM_EVENTS")
+	}
 	log.SetPrefix("error: ")
 	numEvents, err := strconv.Atoi(os.Args[3])
 	check(err)

@@ -16,7 +16,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
-	log.SetPrefix("error: ")
+	if len(os.Args) < 3 {
+		log.Fatal("usage: chat ADDRESS QUESTION [MAX_NEW_TOKENS]")
+	}
 	limit, err := strconv.ParseUint(append(os.Args, "64")[3], 10, 32)
 	check(err)
 	client, err := slotwise.Dial(os.Args[1])
@@ -43,6 +45,6 @@ func check(err error) {
 		log.Println("field:", failed.Field())
 	}
 	if err != nil {
-		log.Fatal(err)
+		log.Fatal("error: ", err)
 	}
 }

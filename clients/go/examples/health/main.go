@@ -16,6 +16,9 @@ import (
 
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) < 2 {
+		log.Fatal("usage: health ADDRESS [SERVICE]")
+	}
 	service := slotwise.Service
 	if len(os.Args) > 2 {
 		service = os.Args[2]
