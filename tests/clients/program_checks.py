@@ -110,7 +110,8 @@ def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def reader_command(program: Path, address: str, request, **settings) -> list:
-    kind = "attach" if isinstance(request, pb.AttachRequest) else "generate"
+    kinds = {pb.AttachRequest: "attach", pb.CancelRequest: "cancel"}
+    kind = settings.pop("kind", kinds.get(type(request), "generate"))
     options = [f"{name}={value}" for name, value in settings.items()]
     return [program, address, kind, request.SerializeToString().hex(), *options]
 
@@ -295,6 +296,24 @@ class ProgramChecks:
             until_idle(small_client)
             assert small_client.load().num_unread == 0
             process.stdin.close()
+
+    def test_a_stream_that_is_left_runs_on(self, reader, small_server, small_client):
+        told = reader.read(small_server.address, endless("left"), settings={"detach_after": 3})
+        assert len(told.events) == 3
+        assert small_client.load().num_running == 1
+        assert reader.read(small_server.address, pb.CancelRequest(request_id="left")).error is None
+        until_idle(small_client)
+        again = reader.read(small_server.address, pb.CancelRequest(request_id="left"))
+        assert again.error.code == "NOT_FOUND"
+
+    def test_complete_is_one_whole_answer(self, programs, small_server, small_client):
+        request = endless("answer", 16)
+        words = reader_command(programs / "reader", small_server.address, request, kind="complete")
+        answer = run(*words).stdout.removeprefix("answer ")
+        got = pb.CompleteResponse.FromString(bytes.fromhex(answer))
+        wanted = small_client.complete("x", temperature=0, ignore_eos=True, max_new_tokens=16)
+        assert got.choices[0].text == wanted.text
+        assert tuple(got.choices[0].token_ids) == wanted.choices[0].token_ids
 
     def test_a_deadline_is_kept_by_the_server_too(self, reader, lossy):
         lossy.script.blocked = True

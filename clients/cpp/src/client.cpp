@@ -294,6 +294,13 @@ Stream Client::attach(v1::AttachRequest request, Timeout timeout) {
   return Stream(std::make_unique<Stream::Impl>(connection_, std::move(request), timeout));
 }
 
+v1::CompleteResponse Client::complete(const v1::GenerateRequest& request, Timeout timeout) {
+  const auto context = connection_->context(deadline_after(timeout));
+  v1::CompleteResponse response;
+  connection_->check(connection_->stub->Complete(context.get(), request, &response));
+  return response;
+}
+
 void Client::cancel(const std::string& request_id, Timeout timeout) {
   connection_->cancel(request_id, deadline_after(timeout));
 }
@@ -310,13 +317,6 @@ HealthStatus Client::health(const std::string& service, Timeout timeout) {
                                      [done](grpc::Status status) { done->set_value(status); });
   connection_->check(done->get_future().get());
   return response.status();
-}
-
-v1::GetLoadResponse Client::load(Timeout timeout) {
-  const auto context = connection_->context(deadline_after(timeout));
-  v1::GetLoadResponse response;
-  connection_->check(connection_->stub->GetLoad(context.get(), {}, &response));
-  return response;
 }
 
 }  // namespace slotwise

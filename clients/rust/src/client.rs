@@ -11,13 +11,13 @@ use tokio::time::Instant;
 
 use crate::channel::{tcp, Channel, Connector, Io};
 use crate::error::{Code, Error};
-use crate::events::{Events, CANCEL};
+use crate::events::Events;
 use crate::reading::{Reading, Request};
 use crate::standard::{HealthCheckRequest, HealthCheckResponse};
 use crate::v1::generate_request::Input;
 use crate::v1::{
     AttachRequest, CancelRequest, CancelResponse, Chat, ChatMessage, CompleteResponse,
-    GenerateRequest, GetLoadRequest, GetLoadResponse,
+    GenerateRequest,
 };
 use crate::ServingStatus;
 
@@ -125,26 +125,30 @@ impl Client {
 
     /// The whole answer at once; it does not go on after a loss.
     pub async fn complete(&self, request: &GenerateRequest) -> Result<CompleteResponse, Error> {
-        self.call("/slotwise.v1.Inference/Complete", request).await
+        self.call("Complete", request).await
     }
 
     /// Ends a request of any connection. NotFound: it does not wait or run.
     pub async fn cancel(&self, request_id: impl Into<String>) -> Result<(), Error> {
         let request = CancelRequest { request_id: request_id.into() };
-        self.call::<_, CancelResponse>(CANCEL, &request).await.map(drop)
+        self.call::<_, CancelResponse>("Cancel", &request).await.map(drop)
     }
 
     /// "slotwise.v1.Inference": requests are taken; "": the process lives.
     pub async fn health(&self, service: &str) -> Result<ServingStatus, Error> {
         let request = HealthCheckRequest { service: service.to_owned() };
         let answer: HealthCheckResponse =
-            self.call("/grpc.health.v1.Health/Check", &request).await?;
+            self.unary("/grpc.health.v1.Health/Check", &request).await?;
         Ok(answer.status())
     }
 
-    /// How busy the server is.
-    pub async fn load(&self) -> Result<GetLoadResponse, Error> {
-        self.call("/slotwise.v1.Inference/GetLoad", &GetLoadRequest {}).await
+    /// Any call of the API that has one answer, by its name in the proto: "GetLoad", say.
+    pub async fn call<Q, R>(&self, name: &str, request: &Q) -> Result<R, Error>
+    where
+        Q: Message,
+        R: Message + Default,
+    {
+        self.unary(&format!("/slotwise.v1.Inference/{name}"), request).await
     }
 
     fn read(&self, request: Request) -> Events {
@@ -152,7 +156,7 @@ impl Client {
         Events::start(self.channel.clone(), reading, self.deadline())
     }
 
-    async fn call<Q, R>(&self, path: &str, request: &Q) -> Result<R, Error>
+    async fn unary<Q, R>(&self, path: &str, request: &Q) -> Result<R, Error>
     where
         Q: Message,
         R: Message + Default,

@@ -17,9 +17,9 @@ use crate::reading::{Reading, Request};
 use crate::v1::{CancelRequest, CancelResponse, GenerateResponse};
 use crate::Event;
 
-pub(crate) const GENERATE: &str = "/slotwise.v1.Inference/Generate";
-pub(crate) const ATTACH: &str = "/slotwise.v1.Inference/Attach";
-pub(crate) const CANCEL: &str = "/slotwise.v1.Inference/Cancel";
+const GENERATE: &str = "/slotwise.v1.Inference/Generate";
+const ATTACH: &str = "/slotwise.v1.Inference/Attach";
+const CANCEL: &str = "/slotwise.v1.Inference/Cancel";
 
 /// For how long the end of a stream waits until the server knows of it.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
-// reader ADDRESS generate|attach REQUEST [NAME=VALUE...]: prints what a stream tells, for the
-// tests. The request, and the events, are serialized and in hex. Names: reconnect_ms, timeout_ms,
-// token; drop_after: after so many events the stream is dropped, and the end of the input waited
-// for.
+// reader ADDRESS generate|attach|complete|cancel REQUEST [NAME=VALUE...]: prints what a stream
+// tells, for the tests. The request, and the events, are serialized and in hex. Names:
+// reconnect_ms, timeout_ms, token; drop_after: after so many events the stream is dropped, and the
+// end of the input waited for; detach_after: after so many events it is left.
 #include <slotwise/client.h>
 
 #include <iostream>
@@ -43,10 +43,13 @@ void read(Client& client, const std::string& kind, const std::string& request,
           std::map<std::string, std::string>& options) {
   Client::Timeout timeout;
   if (options.count("timeout_ms")) timeout = Milliseconds(std::stoi(options["timeout_ms"]));
-  const int drop_after = options.count("drop_after") ? std::stoi(options["drop_after"]) : -1;
+  const auto number = [&](const char* name) {
+    return options.count(name) ? std::stoi(options[name]) : -1;
+  };
   auto stream = start(client, kind, request, timeout);
   int num_events = 0;
-  while (num_events != drop_after) {
+  while (num_events != number("drop_after")) {
+    if (num_events == number("detach_after")) stream.detach();
     const auto event = stream.next();
     if (!event) break;
     ++num_events;
@@ -66,7 +69,15 @@ int main(int argc, char** argv) try {
     settings.reconnect_timeout = Milliseconds(std::stoi(options["reconnect_ms"]));
   Client client(argv[1], settings);
   client.health("");
-  read(client, argv[2], argv[3], options);
+  const std::string kind = argv[2];
+  if (kind == "complete") {
+    const auto answer = client.complete(parsed<slotwise::v1::GenerateRequest>(argv[3]));
+    std::cout << "answer " << hex(answer.SerializeAsString()) << std::endl;
+  } else if (kind == "cancel") {
+    client.cancel(parsed<slotwise::v1::CancelRequest>(argv[3]).request_id());
+  } else {
+    read(client, kind, argv[3], options);
+  }
   if (options.count("drop_after")) {
     std::cout << "dropped" << std::endl;
     std::cin.get();

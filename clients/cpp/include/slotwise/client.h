@@ -141,11 +141,12 @@ class Client {
   // Reads a request on from this token of its answer: one that runs, or ended not long ago.
   Stream attach(const std::string& request_id, uint32_t next_token_index = 0, Timeout timeout = {});
   Stream attach(v1::AttachRequest request, Timeout timeout = {});
+  // The whole answer at once; it does not go on after a loss.
+  v1::CompleteResponse complete(const v1::GenerateRequest& request, Timeout timeout = {});
   // Ends a request of any connection. NOT_FOUND: it does not wait or run.
   void cancel(const std::string& request_id, Timeout timeout = {});
   // "slotwise.v1.Inference": requests are taken; "": the process lives.
   HealthStatus health(const std::string& service = "slotwise.v1.Inference", Timeout timeout = {});
-  v1::GetLoadResponse load(Timeout timeout = {});
 
  private:
   std::shared_ptr<Connection> connection_;

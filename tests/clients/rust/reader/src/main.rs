@@ -1,13 +1,14 @@
-//! reader ADDRESS generate|attach REQUEST [NAME=VALUE...]: prints what a stream tells, for the tests.
-//! The request, and the events, are serialized and in hex. Names: reconnect_ms, timeout_ms, token;
-//! drop_after: after so many events the stream is dropped, and the end of the input waited for.
+//! reader ADDRESS generate|attach|complete|cancel REQUEST [NAME=VALUE...]: prints what a stream
+//! tells, for the tests. The request, and the events, are serialized and in hex. Names:
+//! reconnect_ms, timeout_ms, token; drop_after: after so many events the stream is dropped, and the
+//! end of the input waited for; detach_after: after so many events it is left.
 
 use std::collections::HashMap;
 use std::io::{stdin, Read};
 use std::time::Duration;
 
 use prost::Message;
-use slotwise::v1::{AttachRequest, GenerateRequest, GenerateResponse};
+use slotwise::v1::{AttachRequest, CancelRequest, GenerateRequest, GenerateResponse};
 use slotwise::{Client, Error, Events, Options};
 
 type Settings = HashMap<String, String>;
@@ -45,11 +46,33 @@ fn milliseconds(settings: &Settings, name: &str) -> Option<Duration> {
 
 async fn run(client: Client, kind: &str, request: &[u8], settings: &Settings) -> Result<(), Error> {
     client.health("").await?;
-    let drop_after = settings.get("drop_after").map(|number| number.parse::<usize>().unwrap());
+    match kind {
+        "complete" => {
+            let answer = client.complete(&GenerateRequest::decode(request).unwrap()).await?;
+            println!("answer {}", hex(&answer.encode_to_vec()));
+            Ok(())
+        }
+        "cancel" => client.cancel(CancelRequest::decode(request).unwrap().request_id).await,
+        _ => read(client, kind, request, settings).await,
+    }
+}
+
+async fn read(
+    client: Client,
+    kind: &str,
+    request: &[u8],
+    settings: &Settings,
+) -> Result<(), Error> {
+    let number = |name| settings.get(name).map(|number| number.parse::<usize>().unwrap());
+    let drop_after = number("drop_after");
     let mut events = start(&client, kind, request);
     let request_id = events.request_id().to_owned();
     let mut num_events = 0;
     while Some(num_events) != drop_after {
+        if Some(num_events) == number("detach_after") {
+            events.detach();
+            return Ok(());
+        }
         let event = match events.next().await {
             Some(event) => event?,
             None => break,
