@@ -20,7 +20,7 @@ FORGET_GPU := rm -f $(VENV)/.built-gpu*
 
 NATIVE_SOURCES := $(shell find native protos/slotwise -type f)
 BUF := build/buf/node_modules/.bin/buf
-CLANG_FORMAT_FILES := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CLANG_FORMAT_FILES := $(shell find native clients/cpp tests/clients/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
