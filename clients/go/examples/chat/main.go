@@ -28,11 +28,7 @@ func main() {
 
 	stream := client.Chat(ctx, os.Args[2],
 		slotwise.Temperature(0), slotwise.MaxNewTokens(uint32(limit)))
-	for {
-		event, err := stream.Recv()
-		if err == io.EOF {
-			break
-		}
+	for event, err := stream.Recv(); err != io.EOF; event, err = stream.Recv() {
 		check(err)
 		fmt.Print(event.GetDelta().GetText())
 	}
