@@ -60,8 +60,7 @@ function secure(tls) {
 }
 
 function naming({ serverName }) {
-  if (serverName === undefined) return {};
-  return { 'grpc.ssl_target_name_override': serverName, 'grpc.default_authority': serverName };
+  return serverName === undefined ? {} : { 'grpc.ssl_target_name_override': serverName };
 }
 
 /** The address stays on this machine. What is not understood does not. */

@@ -39,10 +39,11 @@ def package() -> Iterator[Package]:
         shutil.copytree(CLIENT, folder, ignore=LEFT_OUT)
         shutil.copytree(ROOT / "protos", Path(checkout) / "protos")
         shutil.copy(ROOT / "LICENSE", checkout)
-        (packed,) = json.loads(npm("pack", "--json", cwd=folder))
+        npm("pack", cwd=folder)
+        (packed,) = folder.glob("*.tgz")
         app = Path(checkout) / "app"
         app.mkdir()
-        with tarfile.open(folder / packed["filename"]) as archive:
+        with tarfile.open(packed) as archive:
             archive.extractall(app, filter="data")
         # Without it the name would be that of the package.json further up.
         (app / "package.json").write_text("{}")

@@ -397,12 +397,15 @@ def test_complete_is_one_whole_answer_all_the_same(lossy, driver, fault):
     assert len(value["promptLogprobs"]) == 3
 
 
-def test_an_aborted_complete_is_cancelled_by_its_id(lossy, driver):
+@pytest.mark.parametrize(("reconnect", "cancelled"), [(True, ["mine"]), (False, [])])
+def test_an_aborted_complete_ends_its_request(lossy, driver, reconnect, cancelled):
+    """By its id; without reconnecting, by its call, as gRPC does."""
     lossy.script.break_connections.clear()
     lossy.script.faults = deque([Fault()])
-    seen = driver.play(lossy.address, "complete", "x", {"requestId": "mine"}, abort=True)
+    how = {"client": {"reconnect": reconnect}, "abort": True}
+    seen = driver.play(lossy.address, "complete", "x", {"requestId": "mine"}, **how)
     assert seen["error"]["name"] == "AbortError"
-    assert lossy.script.cancelled == ["mine"]
+    assert lossy.script.cancelled == cancelled
 
 
 # What a server says
