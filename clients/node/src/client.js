@@ -1,7 +1,7 @@
 // The client.
 
 import grpc from '@grpc/grpc-js';
-import { Connection } from './connection.js';
+import { Connection, refuseUnknown } from './connection.js';
 import { NotFoundError, fromStatus } from './errors.js';
 import { gathered } from './gathering.js';
 import { CALLS, SERVICE, attachRequest, chat, generateRequest } from './protocol.js';
@@ -27,7 +27,7 @@ export class Client {
 
   generate(prompt, { signal, timeoutMs, ...options } = {}) {
     const source = this.#source(generateRequest(prompt, options), 'generate');
-    return new Stream(this, source, { signal, deadline: deadline(timeoutMs) });
+    return new Stream(this, source, limits({ signal, timeoutMs }));
   }
 
   chat(messages, { system, tools, templateKwargs, omitGenerationPrompt, ...options } = {}) {
@@ -35,26 +35,24 @@ export class Client {
     return this.generate(chat(messages, more), options);
   }
 
-  attach(requestId, nextTokenIndex = 0, options = {}) {
-    const { otherNextTokenIndices, nextPromptTokenIndex, signal, timeoutMs } = options;
-    const more = { otherNextTokenIndices, nextPromptTokenIndex };
+  attach(requestId, nextTokenIndex = 0, { signal, timeoutMs, ...more } = {}) {
     const request = attachRequest({ requestId, nextTokenIndex, ...more });
     const source = this.#source(request, 'attach');
-    return new Stream(this, source, { signal, deadline: deadline(timeoutMs) });
+    return new Stream(this, source, limits({ signal, timeoutMs }));
   }
 
   async complete(prompt, { signal, timeoutMs, ...options } = {}) {
-    const limits = { signal, deadline: deadline(timeoutMs) };
+    const within = limits({ signal, timeoutMs });
     const source = this.#source(generateRequest(prompt, options), 'generate');
     let delayMs;
     try {
-      return await this.#unary(CALLS.complete, source.first, limits);
+      return await this.#unary(CALLS.complete, source.first, within);
     } catch (error) {
       if (signal?.aborted) await this.#abandon(source.requestId);
       signal?.throwIfAborted();
       delayMs = source.lost(error);
     }
-    return gathered(new Stream(this, source, limits, delayMs));
+    return gathered(new Stream(this, source, within, delayMs));
   }
 
   async cancel(requestId, options) {
@@ -110,8 +108,8 @@ export class Client {
   /** Cancels a request that nobody reads any more, if it is there. */
   end(requestId) {
     // Best effort: what is not heard of is ended by its attach window.
-    const limits = { deadline: deadline(CANCEL_TIMEOUT_MS) };
-    const done = this.#unary(CALLS.cancel, { requestId }, limits)
+    const within = limits({ timeoutMs: CANCEL_TIMEOUT_MS });
+    const done = this.#unary(CALLS.cancel, { requestId }, within)
       .catch(() => undefined)
       .finally(() => this.#ends.delete(done));
     this.#ends.add(done);
@@ -134,11 +132,12 @@ export class Client {
       : Reading.send(this.#connection, request);
   }
 
-  async #ask(call, request, { signal, timeoutMs } = {}) {
+  async #ask(call, request, options = {}) {
+    const within = limits(options);
     try {
-      return await this.#unary(call, request, { signal, deadline: deadline(timeoutMs) });
+      return await this.#unary(call, request, within);
     } catch (error) {
-      signal?.throwIfAborted();
+      within.signal?.throwIfAborted();
       throw fromStatus(error, this.#connection.target);
     }
   }
@@ -169,7 +168,11 @@ export class Client {
   }
 }
 
-/** In milliseconds of the epoch, as gRPC wants it. */
-function deadline(timeoutMs) {
-  return timeoutMs === undefined ? Infinity : Date.now() + timeoutMs;
+/** Of a call: its deadline in milliseconds of the epoch, as gRPC wants it, and its signal. */
+function limits({ signal, timeoutMs = Infinity, ...unknown }) {
+  refuseUnknown(unknown);
+  if (typeof timeoutMs !== 'number' || !(timeoutMs >= 0)) {
+    throw new TypeError(`timeoutMs: ${String(timeoutMs)} is not possible; milliseconds, 0 or more`);
+  }
+  return { signal, deadline: Date.now() + timeoutMs };
 }

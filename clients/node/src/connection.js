@@ -25,8 +25,7 @@ export class Connection {
   constructor(target, options = {}) {
     const { tls = false, token, insecureToken = false, ...rest } = options;
     const { reconnect = true, reconnectTimeoutMs = 60_000, ...unknown } = rest;
-    const [name] = Object.keys(unknown);
-    if (name !== undefined) throw new TypeError(`unknown option ${JSON.stringify(name)}`);
+    refuseUnknown(unknown);
     if (token !== undefined && !tls && !insecureToken && !isLocal(target)) {
       throw new Error(
         `the token would go to ${target} unencrypted; use TLS, or allow it (insecureToken: true) ` +
@@ -42,6 +41,12 @@ export class Connection {
   }
 }
 
+/** TypeError for options that are left when the known ones are taken. */
+export function refuseUnknown(options) {
+  const [name] = Object.keys(options);
+  if (name !== undefined) throw new TypeError(`unknown option ${JSON.stringify(name)}`);
+}
+
 function metadata(token) {
   const made = new Metadata();
   if (token === undefined) return made;
@@ -54,7 +59,8 @@ function metadata(token) {
 }
 
 function secure(tls) {
-  const { ca, cert, key } = tls === true ? {} : tls;
+  const { ca, cert, key, serverName: _, ...unknown } = tls === true ? {} : tls;
+  refuseUnknown(unknown);
   const [root, chain, secret] = [ca, cert, key].map((pem) => (pem ? Buffer.from(pem) : null));
   return credentials.createSsl(root, secret, chain);
 }

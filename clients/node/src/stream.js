@@ -24,7 +24,7 @@ export class Stream {
   #events;
 
   /** `delayMs`: the request was lost already; milliseconds until it is read on. */
-  constructor(client, source, { signal, deadline = Infinity }, delayMs = 0) {
+  constructor(client, source, { signal, deadline }, delayMs = 0) {
     signal?.throwIfAborted();
     this.#client = client;
     this.#source = source;

@@ -1,5 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
+import { Client } from '../src/client.js';
 import { Connection } from '../src/connection.js';
 
 test('a token goes to this machine, or encrypted, or where it is allowed', () => {
@@ -34,4 +35,20 @@ test('a token that cannot be sent is refused and not shown', () => {
 
 test('an option that is not there is refused', () => {
   assert.throws(() => new Connection('127.0.0.1:1', { retry: true }), /unknown option "retry"/);
+  assert.throws(
+    () => new Connection('127.0.0.1:1', { tls: { root: 'x' } }),
+    /unknown option "root"/,
+  );
+  const client = new Client('127.0.0.1:1');
+  assert.throws(() => client.generate('x', { timeout: 1 }), /unknown option "timeout"/);
+  assert.throws(() => client.attach('x', 0, { next: 1 }), /AttachRequest has no such field/);
+});
+
+test('limits of a call that cannot be are refused', async () => {
+  const client = new Client('127.0.0.1:1');
+  await assert.rejects(client.load({ timeout: 1 }), /unknown option "timeout"/);
+  for (const timeoutMs of [-1, NaN, '5', null]) {
+    assert.throws(() => client.generate('x', { timeoutMs }), /timeoutMs: .* is not possible/);
+    await assert.rejects(client.load({ timeoutMs }), /timeoutMs: .* is not possible/);
+  }
 });
