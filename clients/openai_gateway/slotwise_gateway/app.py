@@ -23,10 +23,10 @@ from .caller import caller_token, request_id
 from .config import Config
 from .errors import ApiError, model_not_found, server_error
 from .fields import Route
-from .gateway import Gateway, draining
+from .gateway import Gateway
 from .generation import Generation
 from .metrics import CONTENT_TYPE
-from .upstream import CALL_TIMEOUT_S, State
+from .upstream import CALL_TIMEOUT_S
 
 # In the counts: the client has left without one.
 NO_RESPONSE: Final = 499
@@ -48,7 +48,7 @@ def make_app(config: Config, gateway: Gateway | None = None) -> Starlette:
 
     pages = _Pages(gateway)
     post = ["POST"]
-    return Starlette(
+    app = Starlette(
         routes=[
             Path("/v1/chat/completions", Generation(gateway, Route.CHAT), methods=post),
             Path("/v1/completions", Generation(gateway, Route.COMPLETIONS), methods=post),
@@ -65,6 +65,8 @@ def make_app(config: Config, gateway: Gateway | None = None) -> Starlette:
         },
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Front:
@@ -114,10 +116,7 @@ class _Pages:
         return Response('{"status":"ok"}', media_type="application/json")
 
     async def ready(self, request: Request) -> Response:
-        if self._gateway.is_draining:
-            raise draining()
-        if self._gateway.upstream.state is not State.SERVING:
-            raise self._gateway.upstream.refusal()
+        await self._gateway.check_ready()
         return Response('{"status":"ready"}', media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:

@@ -38,6 +38,7 @@ async def read_json(scope: Scope, receive: Receive, limits: Limits) -> dict[str,
     what is no JSON object. ClientGoneError.
     """
     _check_type(_header(scope, b"content-type"))
+    _check_encoding(_header(scope, b"content-encoding"))
     body = await _read(scope, receive, limits)
     if len(body) > SMALL_BYTES:
         return await asyncio.to_thread(parse_object, body)
@@ -119,12 +120,21 @@ def _check_type(value: str) -> None:
     kind = kind.strip().lower()
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
     if kind != "application/json" or (parameters.strip() and charset not in ("utf-8", "utf8")):
-        raise ApiError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"content-type is {value[:100]!r}; application/json in UTF-8 is needed",
-            param="content-type",
-            code="unsupported_media_type",
-        )
+        raise _unsupported("content-type", value, "application/json in UTF-8 is needed")
+
+
+def _check_encoding(value: str) -> None:
+    if value.strip().lower() not in ("", "identity"):
+        raise _unsupported("content-encoding", value, "send the body as it is")
+
+
+def _unsupported(header: str, value: str, advice: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        f"{header} is {value[:100]!r}; {advice}",
+        param=header,
+        code="unsupported_media_type",
+    )
 
 
 def _header(scope: Scope, name: bytes) -> str:

@@ -81,7 +81,8 @@ class Generation:
 
     async def _job(self, body: dict[str, Any], info: ModelInfo) -> Job:
         model = body.get("model")
-        if isinstance(model, str) and model not in (info.name, *self._gateway.config.model_aliases):
+        known = ("", info.name, *self._gateway.config.model_aliases)
+        if isinstance(model, str) and model not in known:
             raise model_not_found(model, info.name)
         read = read_chat if self._route is Route.CHAT else read_completion
         return read(body, info)

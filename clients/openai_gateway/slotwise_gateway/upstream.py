@@ -19,7 +19,7 @@ from slotwise_client import (
 from .config import Config
 from .errors import ApiError, Names, from_grpc, server_error, unavailable
 
-# How long a request waits for the first word of the server after the gateway's start.
+# After the gateway's start: how long requests wait for the first word of the server.
 FIRST_ANSWER_S: Final = 2.0
 # Between watches that end at once.
 RETRY_S: Final = 0.2
@@ -52,6 +52,7 @@ class Upstream:
         )
         self.state = State.UNKNOWN
         self._is_known = asyncio.Event()
+        self._known_by = asyncio.get_running_loop().time() + FIRST_ANSWER_S
         self._model: ModelInfo | None = None
         self._watch = asyncio.create_task(self._follow())
 
@@ -83,13 +84,10 @@ class Upstream:
         """ApiError unless requests are served now."""
         if self.state is State.UNKNOWN:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_known.wait(), FIRST_ANSWER_S)
+                async with asyncio.timeout_at(self._known_by):
+                    await self._is_known.wait()
         if self.state is not State.SERVING:
-            raise self.refusal()
-
-    def refusal(self) -> ApiError:
-        """Why nothing is served."""
-        return unavailable(self.state.value)
+            raise unavailable(self.state.value)
 
     async def model(self, client: AsyncClient) -> ModelInfo:
         """What is served, as it was told since the server is ready. SlotwiseError."""
