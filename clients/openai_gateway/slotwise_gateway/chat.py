@@ -40,10 +40,10 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
     constraint, names = _constraint(values, bool(tools))
     options.update(constraint)  # type: ignore[typeddict-item]
     chat = Chat(
-        messages=[_message(index, turn) for index, turn in enumerate(values["messages"])],
+        messages=tuple(_message(index, turn) for index, turn in enumerate(values["messages"])),
         omit_generation_prompt=not values.get("add_generation_prompt", True),
         template_kwargs=_template_kwargs(values, renamed),
-        tools=tools,
+        tools=tuple(tools),
     )
     knows_format = bool(info.output_format)
     is_rendered = knows_format and bool(constraint)
@@ -119,7 +119,7 @@ def _message(index: int, turn: Mapping[str, Any]) -> Message:
     return Message(
         role="system" if role == "developer" else role,
         content=turn.get("content"),
-        tool_calls=[_call(call) for call in turn.get("tool_calls", ())],
+        tool_calls=tuple(_call(call) for call in turn.get("tool_calls", ())),
         tool_call_id=turn.get("tool_call_id"),
         name=turn.get("name"),
         reasoning_content=turn.get("reasoning_content"),
