@@ -15,10 +15,10 @@ import slotwise.v1.InferenceOuterClass.CancelRequest;
 import slotwise.v1.InferenceOuterClass.GenerateRequest;
 
 /**
- * reader ADDRESS generate|attach|cancel REQUEST [NAME=VALUE...]: prints what the client tells, for
- * the tests. The request, and the events, are serialized and in hex. Names: reconnect_ms,
- * timeout_ms, token, ca; drop_after, detach_after: after so many events the stream is dropped, and
- * the end of the input waited for.
+ * reader ADDRESS generate|complete|attach|cancel REQUEST [NAME=VALUE...]: prints what the client
+ * tells, for the tests. The request, and the events, are serialized and in hex. Names:
+ * reconnect_ms, timeout_ms, token, ca; drop_after, detach_after: after so many events the stream is
+ * closed (the end of the input is waited for) or left.
  */
 public final class Reader {
   private final Map<String, String> given;
@@ -73,6 +73,10 @@ public final class Reader {
     switch (kind) {
       case "cancel" -> client.cancel(CancelRequest.parseFrom(request).getRequestId());
       case "attach" -> read(client.attach(AttachRequest.parseFrom(request), timeout));
+      case "complete" -> {
+        var answer = client.complete(GenerateRequest.parseFrom(request), timeout);
+        System.out.println("answer " + HexFormat.of().formatHex(answer.toByteArray()));
+      }
       default -> read(client.generate(GenerateRequest.parseFrom(request), timeout));
     }
   }
@@ -84,11 +88,11 @@ public final class Reader {
       if (count.equals(given.get("drop_after")) || count.equals(given.get("detach_after"))) {
         if (given.containsKey("drop_after")) {
           stream.close();
+          System.out.println("dropped");
+          System.in.readAllBytes();
         } else {
           stream.detach();
         }
-        System.out.println("dropped");
-        System.in.readAllBytes();
         return;
       }
       if (!stream.hasNext()) {

@@ -5,12 +5,16 @@ import io.grpc.Deadline;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import java.util.Iterator;
+import java.util.Map;
 import java.util.NoSuchElementException;
+import java.util.TreeMap;
 import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicBoolean;
 import slotwise.v1.InferenceGrpc;
 import slotwise.v1.InferenceOuterClass.AttachRequest;
+import slotwise.v1.InferenceOuterClass.CompleteChoice;
+import slotwise.v1.InferenceOuterClass.CompleteResponse;
 import slotwise.v1.InferenceOuterClass.GenerateRequest;
 import slotwise.v1.InferenceOuterClass.GenerateResponse;
 
@@ -63,6 +67,35 @@ public final class AnswerStream implements Iterator<GenerateResponse>, AutoClose
     GenerateResponse event = next;
     next = null;
     return event;
+  }
+
+  /** Reads the stream to its end, from its first event on, as one answer. */
+  CompleteResponse gather() {
+    CompleteResponse.Builder whole = CompleteResponse.newBuilder().setRequestId(requestId());
+    Map<Integer, CompleteChoice.Builder> ends = new TreeMap<>();
+    while (hasNext()) {
+      GenerateResponse event = next();
+      switch (event.getEventCase()) {
+        case ACCEPTED -> whole.setAccepted(event.getAccepted());
+        case PROMPT_LOGPROBS ->
+            whole.addAllPromptLogprobs(event.getPromptLogprobs().getLogprobsList());
+        case DELTA ->
+            end(ends, event.getDelta().getIndex())
+                .addAllLogprobs(event.getDelta().getLogprobsList());
+        case FINISHED ->
+            end(ends, event.getFinished().getIndex()).setFinished(event.getFinished());
+        default -> { }
+      }
+    }
+    ends.forEach((index, end) -> {
+      CompleteChoice.Builder choice = reading.received().get(index).whole();
+      whole.addChoices(choice.mergeFrom(end.build()).setIndex(index));
+    });
+    return whole.build();
+  }
+
+  private static CompleteChoice.Builder end(Map<Integer, CompleteChoice.Builder> ends, int index) {
+    return ends.computeIfAbsent(index, i -> CompleteChoice.newBuilder());
   }
 
   /** Ends the request, if it still runs; returns when the server knows, or after a second. */

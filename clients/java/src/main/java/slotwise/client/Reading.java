@@ -312,6 +312,11 @@ final class Reading {
     return response.toBuilder().setPromptLogprobs(cut).build();
   }
 
+  /** Of each answer, what came. */
+  List<Received> received() {
+    return received;
+  }
+
   /** What came of one answer; those before it are there too. */
   private Received choice(int index) {
     while (received.size() <= index) {

@@ -3,7 +3,9 @@ package slotwise.client;
 import io.grpc.Status;
 import java.util.ArrayList;
 import java.util.List;
+import slotwise.v1.InferenceOuterClass.CompleteChoice;
 import slotwise.v1.InferenceOuterClass.Delta;
+import slotwise.v1.InferenceOuterClass.ToolCall;
 import slotwise.v1.InferenceOuterClass.ToolCallDelta;
 
 /**
@@ -70,6 +72,17 @@ final class Received {
     return !wasFinished;
   }
 
+  /** The answer so far, without its logprobs. */
+  CompleteChoice.Builder whole() {
+    CompleteChoice.Builder choice =
+        CompleteChoice.newBuilder()
+            .addAllTokenIds(tokenIds)
+            .setText(text.whole.toString())
+            .setReasoningText(reasoning.whole.toString());
+    calls.forEach(call -> choice.addToolCalls(call.whole()));
+    return choice;
+  }
+
   private void takeTokens(Delta delta, Delta.Builder cut) {
     if (delta.getTokenIdsCount() == 0) {
       return;
@@ -107,7 +120,7 @@ final class Received {
     cut.clearToolCalls();
     for (ToolCallDelta part : delta.getToolCallsList()) {
       if (part.getIndex() == calls.size()) {
-        calls.add(new Call(part.getName()));
+        calls.add(new Call(part.getId(), part.getName()));
       }
       if (part.getIndex() > calls.size()) {
         throw SlotwiseException.of(
@@ -161,6 +174,7 @@ final class Received {
 
   /** A tool call as it came. */
   private static final class Call {
+    private final String id;
     private final String name;
     private final Text arguments = new Text();
     private boolean wasTold;
@@ -168,8 +182,17 @@ final class Received {
     private boolean isOpen;
     private boolean mark;
 
-    Call(String name) {
+    Call(String id, String name) {
+      this.id = id;
       this.name = name;
+    }
+
+    ToolCall whole() {
+      return ToolCall.newBuilder()
+          .setId(id)
+          .setName(name)
+          .setArgumentsJson(arguments.whole.toString())
+          .build();
     }
 
     void mark() {

@@ -22,6 +22,7 @@ import slotwise.v1.InferenceOuterClass.AttachRequest;
 import slotwise.v1.InferenceOuterClass.CancelRequest;
 import slotwise.v1.InferenceOuterClass.Chat;
 import slotwise.v1.InferenceOuterClass.ChatMessage;
+import slotwise.v1.InferenceOuterClass.CompleteResponse;
 import slotwise.v1.InferenceOuterClass.GenerateRequest;
 
 /** A connection to one server, for use by any number of threads. */
@@ -99,6 +100,13 @@ public final class SlotwiseClient implements AutoCloseable {
    */
   public AnswerStream generate(GenerateRequest request, Duration timeout) {
     return stream(new Reading(request, patience, System::nanoTime), timeout);
+  }
+
+  /** {@link #generate}, answered whole. */
+  public CompleteResponse complete(GenerateRequest request, Duration timeout) {
+    try (AnswerStream stream = generate(request, timeout)) {
+      return stream.gather();
+    }
   }
 
   /** Reads a request on, from any connection: one that runs, or ended not long ago. */

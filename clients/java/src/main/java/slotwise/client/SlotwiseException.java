@@ -32,9 +32,12 @@ public final class SlotwiseException extends StatusRuntimeException {
     Status status = error.getStatus();
     Metadata trailers = error.getTrailers() == null ? new Metadata() : error.getTrailers();
     if (status.getCode() == Status.Code.UNAVAILABLE && !trailers.containsKey(DETAILS)) {
-      String why = status.getCause() == null ? "" : ": " + status.getCause().getMessage();
-      String text = "no answer from " + address + ": " + status.getDescription() + why;
-      status = status.withDescription(text);
+      String why = status.getDescription();
+      // The last cause knows best: a refused connection, a certificate that nobody trusts.
+      for (Throwable cause = status.getCause(); cause != null; cause = cause.getCause()) {
+        why = cause.getMessage();
+      }
+      status = status.withDescription("no answer from " + address + ": " + why);
     }
     return new SlotwiseException(status, trailers);
   }
