@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from uvicorn.config import Config as ServerConfig
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from .config import Limits
@@ -46,6 +46,8 @@ class Connection(HttpToolsProtocol):
         # While the headers of a request are awaited or come.
         self._headers_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        # The request that is being answered.
+        self._running: RequestResponseCycle | None = None
         # What still comes is read and dropped: closing at once would reset the connection, and
         # take from the client what was said last.
         self._is_lingering = False
@@ -63,6 +65,11 @@ class Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        # uvicorn tells the request that came last, which may wait behind the one that is answered.
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._is_lingering:
@@ -93,9 +100,13 @@ class Connection(HttpToolsProtocol):
             if len(self.pipeline) > MAX_PIPELINED:
                 self.transport.close()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(
-            ApiError(HTTPStatus.BAD_REQUEST, "the request is no HTTP/1.1", code="bad_http")
+            ApiError(HTTPStatus.BAD_REQUEST, "the request is no HTTP/1.1", code="bad_request")
         )
 
     def timeout_keep_alive_handler(self) -> None:
