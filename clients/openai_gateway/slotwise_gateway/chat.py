@@ -71,6 +71,7 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
         names=Names({"logprobs": "top_logprobs", **renamed, **names}),
         user=values.get("user", "") or values.get("safety_identifier", ""),
         is_rendered=is_rendered,
+        hides_calls=not tools and "parse_output" in options,
         plan=plan,
         told_stops=told_stops(values),
     )

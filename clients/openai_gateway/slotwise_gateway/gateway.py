@@ -35,7 +35,7 @@ class Gateway:
 
     async def open(self) -> None:
         """ValueError for TLS files that cannot be used."""
-        self._upstream = Upstream(self.config)
+        self._upstream = Upstream(self.config, self._end_waiting)
 
     async def close(self) -> None:
         """Ends what still runs."""
@@ -74,6 +74,12 @@ class Gateway:
     async def wait_idle(self) -> None:
         """Until no request is open."""
         await self._is_idle.wait()
+
+    def _end_waiting(self, error: ApiError) -> None:
+        """What the server has not taken would be tried for long, and may go elsewhere at once."""
+        for run in list(self._runs):
+            if not run.is_accepted:
+                run.end(error)
 
     def end_runs(self) -> None:
         """What runs is told that there is no time left."""

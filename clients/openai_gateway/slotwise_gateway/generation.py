@@ -135,6 +135,7 @@ class Generation:
         async with contextlib.aclosing(events):
             # Refusals come before the first event: they have a status of their own.
             first = await anext(events, None)
+            run.is_accepted = True
             if first is None:
                 _raise_why(run)
                 return
@@ -226,6 +227,7 @@ class _Writer:
 async def _answer(run: Run, whole: Whole, send: Send) -> None:
     async with contextlib.aclosing(run.events()) as events:
         async for number, event in events:
+            run.is_accepted = True
             _gather(whole, number, event)
     _raise_why(run)
     if run.is_over:

@@ -62,6 +62,8 @@ class Job:
     # The chat is rendered here, and the reasoning that it may open is closed: the constraint is of
     # the answer.
     is_rendered: bool = False
+    # It has no tools: what looks like a call is text.
+    hides_calls: bool = False
     # How its calls are to be written, where that is not left to the model.
     plan: ToolPlan | None = None
     # What stopped an answer is told where it is one of these.

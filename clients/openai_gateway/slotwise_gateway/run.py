@@ -17,6 +17,7 @@ from slotwise_client import (
     SlotwiseError,
 )
 
+from .call_text import CallTexts
 from .completion_answer import Echo
 from .errors import ApiError, Names
 from .job import Job
@@ -43,6 +44,8 @@ class Run:
         self._streams: list[AsyncStream[Event]] = []
         self._num_parts = 0
         self._is_over = False
+        # The server has taken it: it survives what new requests do not.
+        self.is_accepted = False
         # What the caller is to be told in place of the rest; None: nothing, nobody listens.
         self.error: ApiError | None = None
 
@@ -83,9 +86,14 @@ class Run:
                 async for item in self._merged():
                     yield item
             elif self._streams:
+                texts = CallTexts() if self._job.hides_calls else None
                 with self._telling(self._job.names):
                     async for event in self._streams[0]:
-                        yield 0, event
+                        if texts is None:
+                            yield 0, event
+                            continue
+                        for told in texts.of(event):
+                            yield 0, told
         finally:
             for stream in self._streams:
                 stream.close()

@@ -91,7 +91,7 @@ class ToolTurn:
             if self._plan.is_forced or self._plan.is_single or not self._is_complete:
                 break
             await self._write("}\n</tool_call>")
-            async for event in self._text(self._token_ids):
+            async for event in self._text(list(self._token_ids)):
                 yield event
         yield self._end()
 
@@ -131,7 +131,9 @@ class ToolTurn:
             await self._write(f"{opening}\n")
             heads = [_head(tool) for _, tool in tools]
             head = ""
-            async for event in self._part(self._token_ids, self._constrained(choice=heads), None):
+            async for event in self._part(
+                list(self._token_ids), self._constrained(choice=heads), None
+            ):
                 if isinstance(event, Delta):
                     head += event.text
                     event = replace(event, text="")
@@ -150,7 +152,7 @@ class ToolTurn:
             self._finished = replace(self._finished, finish_reason=FinishReason.LENGTH)
             return
         options = self._constrained(json_schema=dict(tool.parameters or ANY_OBJECT))
-        async for event in self._part(self._token_ids, options, number):
+        async for event in self._part(list(self._token_ids), options, number):
             if isinstance(event, Delta):
                 piece = replace(first, arguments_json=event.text)
                 event = replace(event, text="", tool_calls=(piece,))

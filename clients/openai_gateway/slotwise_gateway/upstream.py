@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -41,9 +42,13 @@ class State(Enum):
 class Upstream:
     """One channel for all callers, and a watch on the server's health."""
 
-    def __init__(self, config: Config) -> None:
-        """Must be made on a running event loop. ValueError for TLS files that cannot be used."""
+    def __init__(self, config: Config, on_loss: Callable[[ApiError], None]) -> None:
+        """Must be made on a running event loop. ValueError for TLS files that cannot be used.
+
+        `on_loss` is called when new requests are served no more, with what to tell them.
+        """
         self._config = config
+        self._on_loss = on_loss
         self._client = AsyncClient(
             config.server,
             tls=config.tls or False,
@@ -112,5 +117,6 @@ class Upstream:
         if state is not State.SERVING:
             # What comes back may be another one.
             self._model = None
+            self._on_loss(unavailable(state.value))
         self.state = state
         self._is_known.set()

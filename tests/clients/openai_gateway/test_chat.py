@@ -282,6 +282,14 @@ def test_none_leaves_the_tools_out():
         assert job.plan is None
 
 
+def test_without_tools_a_call_is_text():
+    assert read().hides_calls
+    assert read(tools=BOTH, tool_choice="none").hides_calls
+    assert not read(tools=BOTH).hides_calls
+    assert not read(tools=BOTH, tool_choice="required").hides_calls
+    assert not read(PLAIN).hides_calls
+
+
 def test_forced_calls():
     job = read(tools=BOTH, tool_choice="required")
     assert job.chat.tools == (F, G)
