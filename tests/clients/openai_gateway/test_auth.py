@@ -72,7 +72,12 @@ async def test_a_callers_token_is_passed_on(front, front_gateway):
     ],
 )
 async def test_missing_and_wrong_tokens(front_gateway, value):
-    """401 in OpenAI's shape on every route that asks the server."""
+    """401 in OpenAI's shape on every route that asks the server; also when others were told what it
+    serves."""
+    told = await ask(front_gateway.host_port, "GET", "/v1/models", None, bearer(BOB))
+    assert told.status == 200
+    good = await ask(front_gateway.host_port, "POST", COMPLETIONS, completion(1), bearer(BOB))
+    assert good.status == 200
     for method, path, body in (
         ("POST", COMPLETIONS, completion(2)),
         ("POST", COMPLETIONS, completion(2, stream=True)),
