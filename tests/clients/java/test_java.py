@@ -12,7 +12,7 @@ import grpc
 import pytest
 from certificates import Authority
 from clients.builds import ROOT, build_once, files_under
-from clients.lossy_server import Fault
+from clients.lossy_server import DRAINS, LOST, RESET, Fault
 from clients.npm import run as run_tool
 from clients.program_checks import ProgramChecks, reader_command
 from clients.scripted_server import bad_field, scripted_server
@@ -115,6 +115,17 @@ def write_programs(class_path: str) -> None:
 
 class TestJava(ProgramChecks):
     """What every client's programs must do, and what this one has besides."""
+
+    # Half a second for each start of Java: at fewer places than the others.
+
+    @pytest.mark.parametrize("after", [0, 1, 4, 8])
+    def test_a_broken_connection_is_not_seen(self, reader, lossy, after):
+        super().test_a_broken_connection_is_not_seen(reader, lossy, after)
+
+    @pytest.mark.parametrize("after", [0, 1, 4, 8])
+    @pytest.mark.parametrize("status", [LOST, RESET, DRAINS], ids=["lost", "reset", "drains"])
+    def test_a_server_that_forgot_is_asked_anew(self, reader, lossy, after, status):
+        super().test_a_server_that_forgot_is_asked_anew(reader, lossy, after, status)
 
     def test_a_refusal_names_its_field(self, reader, lossy):
         lossy.script.faults = deque([Fault(0, bad_field("stop.3", "it is empty"))])
