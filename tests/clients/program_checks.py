@@ -161,6 +161,15 @@ def endless(request_id: str, max_new_tokens: int = 60_000) -> pb.GenerateRequest
     )
 
 
+def with_whole_calls(message: dict) -> dict:
+    """The parts of a tool call in a delta made one."""
+    parts = list(message["delta"].tool_calls) if "delta" in message else []
+    if parts:
+        parts[0].arguments_json = "".join(part.arguments_json for part in parts)
+        del message["delta"].tool_calls[1:]
+    return message
+
+
 class ProgramChecks:
     """A test module with a fixture `programs`, a folder, makes a class of tests of it.
 
@@ -317,9 +326,17 @@ class ProgramChecks:
 
     def test_a_deadline_is_kept_by_the_server_too(self, reader, lossy):
         lossy.script.blocked = True
+        note, left = lossy.script._note, []
+
+        def note_time(request, context):
+            left.append(context.time_remaining())
+            note(request, context)
+
+        lossy.script._note = note_time
         told = reader.read(lossy.address, settings={"timeout_ms": 500})
         assert told.error.code == "DEADLINE_EXCEEDED"
         assert len(told.events) == 2
+        assert [0 < seconds <= 0.5 for seconds in left] == [True]
 
     def test_a_deadline_ends_the_tries_and_says_why(self, reader, lossy):
         lossy.script.faults = deque([Fault(3, LOST), *([Fault(0, LOST)] * 100)])
@@ -382,6 +399,15 @@ class ProgramChecks:
         wanted = reader.undisturbed(lossy, **ALL)
         lossy.script.faults = deque(Fault(after=after, forgets=forgets) for after in places)
         assert reader.read(lossy.address, **ALL).summary() == wanted
+
+    def test_deltas_that_are_known_in_part_are_cut(self, reader, lossy):
+        """Of two tokens, the one that came; of a tool call, its name and what came of it."""
+        wanted = reader.undisturbed(lossy, **ALL)
+        make = lossy.script._messages
+        lossy.script._messages = lambda *words: map(with_whole_calls, make(*words))
+        lossy.script.faults = deque([Fault(9, LOST), Fault(0, OUT_OF_RANGE)])
+        assert reader.read(lossy.address, **ALL).summary() == wanted
+        assert lossy.script.calls == ["Generate", "Attach 5", "Attach 0"]
 
     def test_an_end_without_the_last_messages_is_a_loss(self, reader, lossy):
         wanted = reader.undisturbed(lossy)
@@ -474,6 +500,11 @@ class ProgramChecks:
         assert lossy.script.calls == ["Generate", "Generate"]
         sent = lossy.script.requests[-2:]
         assert [one.HasField("attach_window_ms") for one in sent] == [True, False]
+        # That it was sent twice does not make a request of the same id its own.
+        lossy.script.calls.clear()
+        told = reader.read(lossy.address, request_id=sent[-1].request_id)
+        assert told.error.code == "ALREADY_EXISTS"
+        assert lossy.script.calls == ["Generate", "Generate"]
 
     def test_without_reconnecting_a_loss_is_an_error(self, reader, lossy):
         lossy.script.faults = deque([Fault(3, LOST)])
