@@ -94,6 +94,14 @@ def _own_engine(data: Path, folder: Path) -> Iterator[Engine]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for mount in _mounts_under(folder):
+            subprocess.run(["umount", mount], check=False)
+
+
+def _mounts_under(folder: Path) -> list[str]:
+    """What dockerd leaves mounted, such as its namespace of networks."""
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    return [mount for mount in reversed(mounts) if mount.startswith(f"{folder}/")]
 
 
 def _answers(host: str) -> bool:
