@@ -181,7 +181,9 @@ async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, headers = request.url.path[:200], dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"{path} takes {headers.get('Allow')}, not {request.method}"
+        # They come in any order.
+        headers["Allow"] = ", ".join(sorted(headers.get("Allow", "").split(", ")))
+        message = f"{path} takes {headers['Allow']}, not {request.method}"
     elif error.status_code == HTTPStatus.NOT_FOUND:
         message = f"there is no {path} here"
     else:

@@ -111,8 +111,7 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        # What was written may never be read.
-        self._last_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._end_after_last_bytes()
 
     def _await_headers(self) -> None:
         self._num_header_bytes = 0
@@ -161,7 +160,19 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._last_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._end_after_last_bytes()
+
+    def _end_after_last_bytes(self) -> None:
+        """Cuts the connection when its client takes nothing more, or has seen the end."""
+        unsent = self.transport.get_write_buffer_size()
+        wait_s = max(LINGER_S, self.LIMITS.body_s) if unsent else LINGER_S
+        self._last_timer = self.loop.call_later(wait_s, self._cut_unless_read, unsent)
+
+    def _cut_unless_read(self, unsent: int) -> None:
+        if self.transport.get_write_buffer_size() < unsent:
+            self._end_after_last_bytes()
+        else:
+            self.transport.abort()
 
 
 class _Linger:

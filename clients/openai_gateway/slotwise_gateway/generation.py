@@ -28,14 +28,13 @@ from .chat import read_chat
 from .chat_answer import ChatStream, ChatWhole
 from .completion_answer import CompletionStream, CompletionWhole, Echo
 from .completions import read_completion
+from .config import Config
 from .errors import ApiError, model_not_found, server_error
 from .fields import Route
 from .gateway import Gateway
 from .job import Job
 from .run import Run
 
-# Seconds that one write may take until the reader counts as gone.
-SLOW_READER_S: Final = 60.0
 COMMENT: Final = b": waiting\n\n"
 EVENT_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -139,10 +138,10 @@ class Generation:
             if first is None:
                 _raise_why(run)
                 return
-            writer = _Writer(send, run)
+            writer = _Writer(send, run, self._gateway.config)
             self._gateway.metrics.add_streams(1)
             try:
-                await writer.write_all(stream, first, events, self._gateway.config.keep_alive_s)
+                await writer.write_all(stream, first, events)
             finally:
                 self._gateway.metrics.add_streams(-1)
 
@@ -150,26 +149,27 @@ class Generation:
 class _Writer:
     """Sends the events of one answer."""
 
-    def __init__(self, send: Send, run: Run) -> None:
+    def __init__(self, send: Send, run: Run, config: Config) -> None:
         self._send = send
         self._run = run
-        # Since when a write waits for the reader.
-        self._waits_since: float | None = None
-        self._has_written = False
+        self._keep_alive_s = config.keep_alive_s
+        self._write_s = config.limits.body_s
+        # When the last write began, and whether it waits for the reader.
+        self._wrote_at = time.monotonic()
+        self._is_writing = False
 
     async def write_all(
         self,
         stream: Stream,
         first: tuple[int, Event],
         events: AsyncIterator[tuple[int, Event]],
-        keep_alive_s: float,
     ) -> None:
         await self._send(
             {"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)}
         )
         task = asyncio.current_task()
         assert task is not None
-        watch = asyncio.create_task(self._watch(keep_alive_s, task))
+        watch = asyncio.create_task(self._watch(task))
         try:
             await self._events(stream, first, events)
         finally:
@@ -204,24 +204,27 @@ class _Writer:
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _write(self, data: bytes) -> None:
-        self._waits_since = time.monotonic()
+        self._wrote_at, self._is_writing = time.monotonic(), True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._waits_since = None
-        self._has_written = True
+        self._is_writing = False
 
-    async def _watch(self, keep_alive_s: float, task: asyncio.Task[Any]) -> None:
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
         """Comments while there is nothing to tell; the end of who does not read."""
         while True:
-            await asyncio.sleep(keep_alive_s)
-            since = self._waits_since
-            if since is None and not self._has_written:
-                await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
-            elif since is not None and time.monotonic() - since > SLOW_READER_S:
+            await asyncio.sleep(min(self._keep_alive_s, self._write_s))
+            silence_s = time.monotonic() - self._wrote_at
+            stands_still = self._is_writing and silence_s >= self._write_s
+            if not self._is_writing and silence_s >= self._keep_alive_s:
+                try:
+                    async with asyncio.timeout(self._write_s):
+                        await self._write(COMMENT)
+                except TimeoutError:
+                    stands_still = True
+            if stands_still:
                 log.warning("request %s: its reader stands still", self._run.request_id)
                 self._run.end()
                 task.cancel()
                 return
-            self._has_written = False
 
 
 async def _answer(run: Run, whole: Whole, send: Send) -> None:

@@ -19,6 +19,8 @@ from clients.scripted_server import (
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2
 
+from slotwise_gateway import generation
+from slotwise_gateway.config import Limits
 from slotwise_gateway.errors import unavailable
 
 CHAT = "/v1/chat/completions"
@@ -251,6 +253,17 @@ async def test_a_silent_stream_says_that_it_lives(served):
         async with asyncio.timeout(30):
             while await anext(chunks) != b": waiting\n\n":
                 pass
+
+
+async def test_a_client_that_does_not_read_is_cut_off(served, monkeypatch):
+    """The slot of an answer that nobody takes is free again."""
+    monkeypatch.setattr(generation, "COMMENT", b":" + b" " * (1 << 20) + b"\n\n")
+    served.script.blocked = True
+    settings = {"keep_alive_s": 0.01, "limits": Limits(body_s=0.1)}
+    running = gateway_for(served.address, **settings)
+    async with running as (_, address), connection(address) as opened:
+        await opened.send(request("POST", CHAT, {**BODY, "stream": True}))
+        assert await asyncio.to_thread(served.script.ended.wait, 30)
 
 
 async def test_what_the_server_has_not_taken_when_it_is_lost(served):

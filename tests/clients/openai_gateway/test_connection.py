@@ -152,6 +152,80 @@ async def test_a_client_that_lingers_for_ever_is_cut(monkeypatch):
             await send_for_ever(opened)
 
 
+class Large:
+    """Answers with more than fits into any buffer."""
+
+    BODY = bytes(1 << 25)
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "lifespan":
+            await Echo()(scope, receive, send)
+            return
+        headers = [(b"content-length", str(len(self.BODY)).encode()), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.BODY})
+
+
+async def test_a_large_answer_that_nobody_reads(monkeypatch):
+    monkeypatch.setattr(connections, "LINGER_S", 0.01)
+    config = limits(body_s=0.05)
+    async with served(Large(), config) as address:
+        _, writer = await asyncio.open_connection(*address, limit=1)
+        writer.write(request("GET", "/"))
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(wait_for_reset(writer), 60)
+
+
+class Clockwork:
+    """A transport with so many bytes unsent at each look, and a loop whose timers the test runs."""
+
+    def __init__(self, *unsent: int) -> None:
+        self._unsent = list(unsent)
+        self.delays: list[float] = []
+        self.due: list = []
+        self.is_cut = False
+
+    def get_write_buffer_size(self) -> int:
+        return self._unsent.pop(0)
+
+    def abort(self) -> None:
+        self.is_cut = True
+
+    def call_later(self, delay, function, *arguments) -> None:
+        self.delays.append(delay)
+        self.due.append((function, arguments))
+
+
+@pytest.mark.parametrize(
+    ("unsent", "delays"),
+    [
+        ([0, 0], [2.0]),
+        # What was sent last is still on its way when nothing is left to send.
+        ([9, 5, 5, 0, 0, 0], [30.0, 30.0, 2.0]),
+        ([9, 9], [30.0]),
+    ],
+)
+def test_a_connection_is_cut_when_nothing_more_is_taken(unsent, delays):
+    clockwork = Clockwork(*unsent)
+    made = connections.Connection.__new__(connections.Connection)
+    made.transport = made.loop = clockwork
+    made._end_after_last_bytes()
+    while clockwork.due:
+        assert not clockwork.is_cut
+        function, arguments = clockwork.due.pop()
+        function(*arguments)
+    assert clockwork.is_cut
+    assert clockwork.delays == delays
+
+
+async def wait_for_reset(writer: asyncio.StreamWriter) -> None:
+    """Writing tells when the other side has closed."""
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
 async def test_a_client_that_leaves_with_requests_in_the_pipe():
     """That it has left is seen, though nothing of what it sent behind is read yet."""
     echo = Echo()
