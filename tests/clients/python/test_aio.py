@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
+import grpc
 import pytest
 from clients.scripted_server import SERVICE, WORDS, bad_field, queue_full
 from grpc_health.v1 import health_pb2
@@ -150,3 +151,52 @@ async def test_health_and_waiting(served, client):
     served.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
     with pytest.raises(DeadlineError, match=r"not ready after 0\.2 s"):
         await client.wait_ready(0.2)
+
+
+async def test_one_connection_for_several_callers(served, client):
+    """What the others send, and what they have seen of the server, is theirs together."""
+    ann, bob = client.with_token("ann"), client.with_token("bob")
+    await asyncio.gather(ann.load(), bob.load(), client.load())
+    assert sorted(map(str, served.script.tokens)) == ["Bearer ann", "Bearer bob", "None"]
+    assert ann._connection.life is client._connection.life
+    assert len([event async for event in bob.generate("x")]) == 1 + len(WORDS) + 1
+    served.script.blocked = True
+    stream = ann.generate("x")
+    assert isinstance(await anext(stream), Accepted)
+    await client.close()
+    assert await ended(served)
+    # Closing cancels it, and nobody tries to read it on.
+    assert [event async for event in stream if isinstance(event, Finished)] == []
+    with pytest.raises(grpc.aio.UsageError):
+        await ann.load()
+
+
+async def test_a_caller_whose_token_cannot_be_sent(client):
+    with pytest.raises(ValueError, match="printable"):
+        client.with_token("a b")
+    async with AsyncClient("elsewhere:1") as far:
+        with pytest.raises(ValueError, match="unencrypted"):
+            far.with_token("a")
+        assert far.with_token(None).target == "elsewhere:1"
+    async with AsyncClient("elsewhere:1", insecure_token=True) as far:
+        assert far.with_token("a")._connection.metadata == (("authorization", "Bearer a"),)
+        assert far._connection.metadata == ()
+
+
+async def test_health_as_it_changes(served, client):
+    watch = client.watch_health()
+    assert await anext(watch) is Health.SERVING
+    served.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert await anext(watch) is Health.NOT_SERVING
+    await watch.aclose()
+    assert await anext(client.watch_health("no.such.service")) is Health.UNKNOWN_SERVICE
+
+
+async def test_health_of_a_server_that_is_lost(lossy):
+    async with AsyncClient(lossy.address) as client:
+        watch = client.watch_health()
+        assert await anext(watch) is Health.SERVING
+        for break_connection in lossy.script.break_connections:
+            break_connection()
+        with pytest.raises(UnavailableError):
+            await anext(watch)
