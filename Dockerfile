@@ -9,27 +9,46 @@
 ARG BASE_IMAGE=debian:bookworm-slim
 ARG BUILD_IMAGE=${BASE_IMAGE}
 
-# Python and what the project needs of others, made anew only when these two files change.
-FROM ${BASE_IMAGE} AS runtime
+FROM ${BASE_IMAGE} AS python
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
       libstdc++6 python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/slotwise
+
+# Of these two files what builds and runs: tools of developers change, and make nothing here anew.
+FROM python AS needed
+COPY pyproject.toml constraints-dev.txt /
+RUN mkdir /needed && python3 -c "import re, tomllib; \
+      text = open('/pyproject.toml').read(); \
+      told = tomllib.loads(text); \
+      needed = told['project']['dependencies']; \
+      name = lambda line: re.match(r'[\w.-]*', line)[0]; \
+      held = [line for line in open('/constraints-dev.txt').read().splitlines() \
+        if name(line) in set(map(name, needed))]; \
+      parts = re.split(r'(?m)^(?=\[)', text); \
+      kept = ('[build-system]', '[project]', '[project.scripts]', '[tool.scikit-build'); \
+      write = lambda name, *lines: print(*lines, sep='\n', file=open('/needed/' + name, 'w')); \
+      write('pyproject.toml', *[part for part in parts if part.startswith(kept)]); \
+      write('constraints', *filter(None, held)); \
+      write('to-run', *needed); \
+      write('to-build', *told['build-system']['requires'], 'cmake>=3.26', 'ninja'); \
+      write('folders', *told['tool']['scikit-build']['wheel']['packages'])"
+
+# Python and what the project needs of others.
+FROM python AS runtime
 # Empty: pip as it is set up in BASE_IMAGE. An index with torch for CPUs keeps CUDA out.
 ARG PIP_INDEX_URL=
 ARG PIP_EXTRA_INDEX_URL=
 ENV PATH=/opt/slotwise/bin:${PATH} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /data
-COPY constraints-dev.txt /tmp/
+COPY --from=needed /needed/constraints /tmp/
 # Without what only C++ is built and tested with.
-RUN pip install -q -c /tmp/constraints-dev.txt torch \
+RUN pip install -q -c /tmp/constraints torch \
     && cd /opt/slotwise/lib/python3*/site-packages/torch \
     && rm -rf include test bin/test_* bin/*Test bin/protoc*
-COPY pyproject.toml /tmp/
-RUN python3 -c "import tomllib; print(*tomllib.load( \
-      open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > /tmp/needed \
-    && pip install -q -c /tmp/constraints-dev.txt -r /tmp/needed
+COPY --from=needed /needed/to-run /tmp/
+RUN pip install -q -c /tmp/constraints -r /tmp/to-run
 
 # The project: its native library before its Python sources, which change more often.
 FROM ${BUILD_IMAGE} AS project
@@ -43,19 +62,17 @@ ARG PIP_EXTRA_INDEX_URL=
 ENV PATH=/opt/slotwise/bin:/usr/local/cuda/bin:${PATH} \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /source
-COPY pyproject.toml ./
-RUN python3 -c "import tomllib; print(*tomllib.load( \
-      open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" > /tmp/needed \
-    && pip install -q -r /tmp/needed 'cmake>=3.26' ninja
+COPY --from=needed /needed/to-build /tmp/
+RUN pip install -q -r /tmp/to-build
 ARG SLOTWISE_CUDA=OFF
 # Empty: all that the project knows. 90a-real: H100 and H200 alone, in less time.
 ARG SLOTWISE_CUDA_ARCHITECTURES=
+COPY --from=needed /needed ./
 COPY README.md LICENSE ./
 COPY protos protos
 COPY native native
 RUN if [ -z "${SLOTWISE_CUDA_ARCHITECTURES}" ]; then unset SLOTWISE_CUDA_ARCHITECTURES; fi \
-    && mkdir -p $(python3 -c "import tomllib; print(*tomllib.load( \
-      open('pyproject.toml', 'rb'))['tool']['scikit-build']['wheel']['packages'])") \
+    && mkdir -p $(cat folders) \
     && pip wheel -q --no-deps --no-build-isolation --config-settings build-dir=/native-build \
       -w /tmp/without-python .
 COPY scheduler_service scheduler_service

@@ -60,7 +60,8 @@ def make_stack(engine, compose, image) -> Iterator:
 
     yield make
     for stack in stacks:
-        stack.run("down", "--volumes", "--timeout", "5", COMPOSE_PROFILES=ALL_PROFILES)
+        if any(stack.left().values()):
+            stack.run("down", "--volumes", "--timeout", "5", COMPOSE_PROFILES=ALL_PROFILES)
 
 
 ALL_PROFILES = "cpu,gpu,cpu-tp2,gpu-tp2"

@@ -4,6 +4,7 @@ wheels that pip finds on this machine, so that a build in a container finds them
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,8 +37,10 @@ def build_base(engine: Engine) -> str:
         "cmake>=3.26",
         "ninja",
     ]
-    constraints = (ROOT / "constraints-dev.txt").read_text()
-    told = "\n".join([SUITE, PACKAGES, REQUIREMENT, *needed, constraints])
+    names = {re.match(r"[\w.-]*", line)[0] for line in needed}
+    constraints = (ROOT / "constraints-dev.txt").read_text().splitlines()
+    held = [line for line in constraints if line.partition("==")[0] in names]
+    told = "\n".join([SUITE, PACKAGES, REQUIREMENT, *needed, *held])
     image = f"{NAME}:base-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     if engine.docker("images", "-q", image):
         return image

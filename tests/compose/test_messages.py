@@ -89,15 +89,7 @@ def test_a_journal_that_cannot_be_written(up: Stack, folder: Path) -> None:
     assert "user 10001 may make and write to" in told
 
 
-@pytest.mark.parametrize(
-    ("size", "told"),
-    [
-        ("64m", "/dev/shm has 64 MiB free, and 2 ranks need 256"),
-        ("1g", "enough"),
-    ],
-)
-def test_shared_memory_of_a_container(engine: Engine, image: str, size: str, told: str) -> None:
-    found = engine.docker("run", "--rm", f"--shm-size={size}", image, "python", "-c", SHARED_MEMORY)
-    assert found.startswith(told)
-    if told != "enough":
-        assert "shm_size: 1024m or ipc: host" in found
+def test_the_shared_memory_that_docker_gives_is_too_little(engine: Engine, image: str) -> None:
+    told = engine.docker("run", "--rm", image, "python", "-c", SHARED_MEMORY)
+    assert told.startswith("/dev/shm has 64 MiB free, and 2 ranks need 256")
+    assert "shm_size: 1024m or ipc: host" in told

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import tempfile
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from certificates import Authority
 from compose.conftest import READY_S, wait_ready
 from compose.stack import Stack
 from compose.streams import Got, Reader, get_json, model_name, read_grpc, read_http
 
 from slotwise_cli import demo_model
-from slotwise_client import Client, Finished, Health, JournalState
+from slotwise_client import Client, Finished, Health, JournalState, TlsOptions
 
 pytestmark = pytest.mark.compose
 
 RETRY_S = 0.1
+# Of the containers.
+USER = 10001
 
 
 @pytest.fixture(scope="module")
@@ -71,34 +79,6 @@ def test_metrics_are_there_for_prometheus(up: Stack) -> None:
         assert "slotwise:num_requests_running" in response.read().decode()
 
 
-def test_streams_go_on_when_a_worker_is_killed(up: Stack, undisturbed: Got) -> None:
-    before = epoch(up)
-    readers = both_doors(up)
-    restarts = up.kill("worker", "worker")
-    check_whole(readers, undisturbed)
-    up.wait_restarted("worker", restarts)
-    assert epoch(up) > before
-
-
-def test_streams_go_on_when_the_scheduler_is_killed(up: Stack, undisturbed: Got) -> None:
-    readers = both_doors(up)
-    restarts = up.kill("scheduler", "scheduler_service")
-    check_whole(readers, undisturbed)
-    up.wait_restarted("scheduler", restarts)
-
-
-def test_the_gateway_comes_back(up: Stack) -> None:
-    up.wait_restarted("gateway", up.kill("gateway", "slotwise_gateway"))
-    wait_for_http(up)
-    assert get_json(f"{up.http}/v1/models")["data"]
-
-
-def test_all_become_healthy(up: Stack) -> None:
-    for service in ("scheduler", "worker", "gateway"):
-        up.wait_health(service, "healthy")
-    assert up.inspect("prepare")["State"]["ExitCode"] == 0
-
-
 # In a container: who runs there, and what it may.
 RIGHTS = """
 import json, os, shutil, sys
@@ -127,7 +107,7 @@ FOLDERS = ("/", "/data", "/data/models", "/data/journal", "/data/secrets", "/opt
 def test_rights_are_few(up: Stack, service: str, may_write: list[str]) -> None:
     told = json.loads(up.exec(service, "python", "-c", RIGHTS, *FOLDERS))
     assert told == {
-        "user": [10001, 10001],
+        "user": [USER, USER],
         "capabilities": [0, 0, 0],
         "compiler": None,
         "may_write": may_write,
@@ -155,6 +135,34 @@ def test_workers_are_reached_by_the_scheduler_alone(up: Stack) -> None:
 def test_ports_are_open_to_this_machine_alone(up: Stack, service: str) -> None:
     (bindings,) = up.inspect(service)["HostConfig"]["PortBindings"].values()
     assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"]
+
+
+def test_all_become_healthy(up: Stack) -> None:
+    for service in ("scheduler", "worker", "gateway"):
+        up.wait_health(service, "healthy")
+    assert up.inspect("prepare")["State"]["ExitCode"] == 0
+
+
+def test_streams_go_on_when_a_worker_is_killed(up: Stack, undisturbed: Got) -> None:
+    before = epoch(up)
+    readers = both_doors(up)
+    restarts = up.kill("worker", "worker")
+    check_whole(readers, undisturbed)
+    up.wait_restarted("worker", restarts)
+    assert epoch(up) > before
+
+
+def test_streams_go_on_when_the_scheduler_is_killed(up: Stack, undisturbed: Got) -> None:
+    readers = both_doors(up)
+    restarts = up.kill("scheduler", "scheduler_service")
+    check_whole(readers, undisturbed)
+    up.wait_restarted("scheduler", restarts)
+
+
+def test_the_gateway_comes_back(up: Stack) -> None:
+    up.wait_restarted("gateway", up.kill("gateway", "slotwise_gateway"))
+    wait_for_http(up)
+    assert get_json(f"{up.http}/v1/models")["data"]
 
 
 def test_models_and_requests_outlive_the_containers(up: Stack) -> None:
@@ -189,6 +197,49 @@ def test_down_ends_streams_whole_and_leaves_nothing(up: Stack, undisturbed: Got)
     check_whole(readers, undisturbed)
     assert not up.left()["containers"]
     assert not up.left()["networks"]
+
+
+TOKEN = "token-of-a-test-0123456789"
+
+
+@pytest.fixture
+def secrets() -> Iterator[Path]:
+    """As docs/containers.md has them: the containers' user alone may read the key."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        Authority(folder, "ca").pair("server", hosts=("scheduler", "localhost", "127.0.0.1"))
+        (folder / "tokens.toml").write_text(f'[[tokens]]\nname = "ann"\ntoken = "{TOKEN}"\n')
+        for path in folder.iterdir():
+            os.chown(path, USER, USER)
+            path.chmod(0o400)
+        yield folder
+
+
+def test_tls_and_tokens_by_settings_alone(up: Stack, secrets: Path) -> None:
+    settings = {
+        "SLOTWISE_SECRETS": str(secrets),
+        "SLOTWISE_SCHEDULER_FLAGS": "--tls-cert /data/secrets/server.pem --tls-key "
+        "/data/secrets/server.key --tokens /data/secrets/tokens.toml",
+        "SLOTWISE_HEALTH_FLAGS": "--tls-ca /data/secrets/ca.pem",
+        "SLOTWISE_GATEWAY_FLAGS": "--tls-ca /data/secrets/ca.pem",
+    }
+    up.run("up", "--detach", **settings)
+    with Client(up.grpc, tls=TlsOptions(ca=secrets / "ca.pem"), token=TOKEN) as client:
+        client.wait_ready(READY_S)
+        assert client.chat("Hi", max_new_tokens=1)
+    wait_for_http(up)
+    request = urllib.request.Request(f"{up.http}/v1/models")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request)
+    request.add_header("authorization", f"Bearer {TOKEN}")
+    with urllib.request.urlopen(request) as response:
+        assert json.load(response)["data"][0]["id"] == demo_model.NAME
+    for service in ("scheduler", "worker", "gateway"):
+        kind, check = up.inspect(service)["Config"]["Healthcheck"]["Test"]
+        assert kind == "CMD-SHELL"
+        up.exec(service, "sh", "-c", check)
+    up.run("down", **settings)
 
 
 def test_streams_go_on_when_one_of_two_ranks_is_killed(up: Stack) -> None:
