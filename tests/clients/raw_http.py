@@ -135,8 +135,17 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def connection(address: tuple[str, int]) -> AsyncIterator[Connection]:
-    opened = Connection(*await asyncio.open_connection(*address, limit=1 << 24))
+async def connection(
+    address: tuple[str, int], buffer_bytes: int | None = None
+) -> AsyncIterator[Connection]:
+    """buffer_bytes: how much is taken in that nobody reads, roughly."""
+    link = socket.socket()
+    link.setblocking(False)
+    if buffer_bytes is not None:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    await asyncio.get_running_loop().sock_connect(link, address)
+    limit = buffer_bytes or 1 << 24
+    opened = Connection(*await asyncio.open_connection(sock=link, limit=limit))
     try:
         yield opened
     finally:

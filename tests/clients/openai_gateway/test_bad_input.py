@@ -18,6 +18,7 @@ from clients.openai_gateway.streams import (
     completion,
     idle,
     ids_of,
+    metrics,
     start,
 )
 from clients.raw_http import Answer, ask, chunks_of, connection, request
@@ -32,7 +33,8 @@ MODEL = "front-model"
 MESSAGES = [{"role": "user", "content": "hello"}]
 GOOD_CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
 GOOD = {COMPLETIONS: completion(2), CHAT: GOOD_CHAT}
-BESIDE = 200
+# More than a few commands of the worker, each of up to some tens of steps.
+BESIDE = 400
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +44,7 @@ async def beside_a_stream(front: Front, gateway: Gateway) -> AsyncIterator[None]
     async with connection(gateway.host_port) as opened:
         await start(opened, completion(BESIDE))
         await front.until(lambda load: load.num_running == 1)
-        meter.allow(10)
+        meter.allow(2)
         yield
         front.release()
         chunks = chunks_of([event async for event in opened.events()])
@@ -384,7 +386,50 @@ async def test_heads_that_never_end_are_let_go(hasty_gateway, content):
         assert (await ask(hasty_gateway.host_port, "GET", "/health")).status == 200
 
 
-# Clients that go away
+# Clients that do not read, and that go away
+
+
+async def test_a_client_that_does_not_read_is_cut_off(front, hasty_gateway):
+    """Its stream has some MB; nobody waits for it, and its slot is free again."""
+    body = completion(1800, stream=True, n=6, logprobs=20)
+    async with (
+        beside_a_stream(front, hasty_gateway),
+        connection(hasty_gateway.host_port, buffer_bytes=4096) as deaf,
+    ):
+        await deaf.send(request("POST", COMPLETIONS, body))
+        await front.until(lambda load: load.requests.accepted == 7)
+        front.release()
+        # The one beside ends by itself.
+        async with asyncio.timeout(60):
+            while (await metrics(hasty_gateway))["slotwise_gateway:open_streams"] > 0:
+                pass
+        got = b""
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await deaf.head()
+            async for chunk in deaf.chunks():
+                got = chunk
+        assert b"[DONE]" not in got
+    await idle(front, error=0)
+
+
+async def test_a_silent_stream_says_that_it_lives(front):
+    """By comments, which every client of server-sent events leaves out."""
+    front.hold()
+    async with (
+        gateway_beside(front.address, "--keep-alive", "0.1") as gateway,
+        connection(gateway.host_port) as opened,
+    ):
+        await start(opened, completion(20))
+        comments = 0
+        chunks = opened.chunks()
+        async for chunk in chunks:
+            assert chunk.startswith(b":")
+            assert chunk.endswith(b"\n\n")
+            comments += 1
+            if comments == 2:
+                break
+        front.release()
+        assert ids_of(chunks_of([event async for event in opened.events()])) == alone(20)
 
 
 @pytest.mark.parametrize("stream", [False, True])

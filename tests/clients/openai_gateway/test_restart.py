@@ -110,7 +110,7 @@ async def test_lost_connections_to_the_server_cost_no_token(front):
         async with gateway_beside(relay.address) as gateway:
             meter = front.hold()
             async with connection(gateway.host_port) as opened:
-                await start(opened, completion(200))
+                await start(opened, completion(1500))
                 events, got = opened.events(), []
                 for _ in range(4):
                     meter.allow(3)
@@ -120,7 +120,7 @@ async def test_lost_connections_to_the_server_cost_no_token(front):
                         pass
                 front.release()
                 chunks = chunks_of([event async for event in events])
-        assert got + ids_of(chunks) == alone(200)
+        assert got + ids_of(chunks) == alone(1500)
         load = await front.load()
         assert (load.requests.accepted, load.requests.length) == (1, 1)
     finally:
@@ -130,7 +130,7 @@ async def test_lost_connections_to_the_server_cost_no_token(front):
 async def test_a_worker_that_dies_costs_no_token(front, front_gateway):
     meter = front.hold()
     async with connection(front_gateway.host_port) as opened:
-        await start(opened, completion(200))
+        await start(opened, completion(1500))
         meter.allow(3)
         events = opened.events()
         got = await token_ids(events, 1)
@@ -138,7 +138,7 @@ async def test_a_worker_that_dies_costs_no_token(front, front_gateway):
         front.release()
         await front.worker.start()
         chunks = chunks_of([event async for event in events])
-    assert got + ids_of(chunks) == alone(200)
+    assert got + ids_of(chunks) == alone(1500)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -29,7 +29,7 @@ from integration.front import Front
 async def eight_streams(
     front: Front, gateway: Gateway, num_tokens: int
 ) -> AsyncIterator[list[tuple[Connection, AsyncIterator[str]]]]:
-    """Held, with a token each."""
+    """Held, with some tokens each; a command has up to some tens of steps."""
     meter = front.hold()
     async with contextlib.AsyncExitStack() as stack:
         streams = []
@@ -37,7 +37,7 @@ async def eight_streams(
             opened = await stack.enter_async_context(connection(gateway.host_port))
             await start(opened, completion(num_tokens, seed=number))
             streams.append((opened, opened.events()))
-        meter.allow(30)
+        meter.allow(4)
         for _, events in streams:
             await token_ids(events, 1)
         yield streams
@@ -53,7 +53,7 @@ async def test_streams_end_whole_and_new_ones_go_elsewhere(front):
         gateway_beside(front.address) as gateway,
         connection(gateway.host_port) as whole,
     ):
-        async with eight_streams(front, gateway, 300) as streams:
+        async with eight_streams(front, gateway, 1000) as streams:
             ready = await ask(gateway.host_port, "GET", "/ready")
             assert ready.status == 200
             # One whole answer is on its way too; it waits in the queue.
@@ -73,7 +73,7 @@ async def test_streams_end_whole_and_new_ones_go_elsewhere(front):
             front.release()
             for number, (_, events) in enumerate(streams):
                 rest = chunks_of([event async for event in events])
-                want = alone(300, seed=number)
+                want = alone(1000, seed=number)
                 got = ids_of(rest)
                 assert got == want[-len(got) :]
             assert (await whole.answer()).json["usage"]["completion_tokens"] == 5
@@ -142,7 +142,7 @@ async def test_an_idle_gateway_ends_at_once(front):
 
 async def test_the_servers_own_drain_reaches_the_clients(front, front_gateway):
     """New requests are told to go elsewhere; those that run end."""
-    async with eight_streams(front, front_gateway, 100) as streams:
+    async with eight_streams(front, front_gateway, 1000) as streams:
         draining = asyncio.ensure_future(front.engine.drain(60))
         await until_draining(front_gateway)
         refused = await ask(front_gateway.host_port, "POST", COMPLETIONS, completion(5))

@@ -145,12 +145,13 @@ async def test_the_helper_of_the_sdk_gathers_the_calls(front_model, tmp_path):
 
 async def test_closing_a_stream_frees_the_slot(front, front_client):
     meter = front.hold()
+    ours = {"ignore_eos": True, "return_token_ids": True}
     stream = await front_client.chat.completions.create(
-        model="front-model", messages=QUESTION, stream=True, extra_body={"ignore_eos": True}
+        model="front-model", messages=QUESTION, stream=True, extra_body=ours
     )
-    meter.allow(2)
+    meter.allow(3)
     async for chunk in stream:
-        if chunk.choices[0].delta.content:
+        if (chunk.choices[0].model_extra or {}).get("token_ids"):
             break
     await stream.close()
     await idle(front, cancelled=1, error=0)
