@@ -57,8 +57,6 @@ class Generation:
         """ApiError while nothing was sent."""
         request_id = scope["state"]["request_id"]
         gateway = self._gateway
-        if gateway.is_draining:
-            await gateway.check_ready()
         with contextlib.suppress(ClientGoneError):
             body = await read_json(scope, receive, gateway.config.limits)
             await gateway.check_ready()
@@ -111,7 +109,6 @@ class Generation:
             else:
                 await _answer(run, self._whole_of(job, envelope, run.request_id, echoes), send)
         finally:
-            run.end()
             watch.cancel()
             gateway.drop(run)
 

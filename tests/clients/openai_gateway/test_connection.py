@@ -87,6 +87,26 @@ async def test_headers_that_do_not_come_behind_a_request():
         assert await opened.at_end()
 
 
+async def test_line_breaks_keep_no_connection_open():
+    """They belong to no request, and uvicorn would wait behind them for ever."""
+    config = limits(headers_s=0.05)
+    async with served(Echo(), config) as address, connection(address) as opened:
+        await opened.send(request("GET", "/x"))
+        assert (await opened.answer()).status == 200
+        await opened.send(b"\r\n")
+        assert (await opened.answer()).status == 408
+        assert await opened.at_end()
+
+
+async def test_headers_that_do_not_come_behind_a_request_that_runs():
+    echo, config = Echo(), limits(headers_s=0.05)
+    async with served(echo, config) as address, connection(address) as opened:
+        await opened.send(request("GET", "/wait") + b"GET /x HTTP/1.1\r\nA:")
+        assert await opened.at_end()
+        async with asyncio.timeout(30):
+            await echo.gone.wait()
+
+
 async def test_an_idle_connection_is_closed_without_a_word():
     async with served(Echo(), limits(idle_s=0.05)) as address, connection(address) as opened:
         await opened.send(request("GET", "/x"))
