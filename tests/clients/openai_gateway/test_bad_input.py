@@ -339,9 +339,9 @@ async def test_expect_100_continue(front_gateway):
 
 @pytest.fixture
 async def hasty_gateway(front) -> AsyncIterator[Gateway]:
-    """Half a second for heads and bodies."""
+    """A second for heads and bodies."""
     async with gateway_beside(
-        front.address, "--body-timeout", "0.5", "--headers-timeout", "0.5"
+        front.address, "--body-timeout", "1", "--headers-timeout", "1"
     ) as running:
         yield running
 
@@ -389,19 +389,20 @@ async def test_heads_that_never_end_are_let_go(hasty_gateway, content):
 # Clients that do not read, and that go away
 
 
-async def test_a_client_that_does_not_read_is_cut_off(front, hasty_gateway):
+async def test_a_client_that_does_not_read_is_cut_off(front):
     """Its stream has some MB; nobody waits for it, and its slot is free again."""
     body = completion(1800, stream=True, n=6, logprobs=20)
     async with (
-        beside_a_stream(front, hasty_gateway),
-        connection(hasty_gateway.host_port, buffer_bytes=4096) as deaf,
+        gateway_beside(front.address, "--body-timeout", "1") as gateway,
+        beside_a_stream(front, gateway),
+        connection(gateway.host_port, buffer_bytes=4096) as deaf,
     ):
         await deaf.send(request("POST", COMPLETIONS, body))
         await front.until(lambda load: load.requests.accepted == 7)
         front.release()
         # The one beside ends by itself.
         async with asyncio.timeout(60):
-            while (await metrics(hasty_gateway))["slotwise_gateway:open_streams"] > 0:
+            while (await metrics(gateway))["slotwise_gateway:open_streams"] > 0:
                 pass
         got = b""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
