@@ -396,6 +396,7 @@ async def test_b39_64k_ids_with_20_logprobs_each(big_gateway):
     assert len(table["token_logprobs"]) == (1 << 16) + 1
     assert table["token_logprobs"][0] is None
     assert len(answer.body) > 4 << 20
+    assert peak_bytes(big_gateway) < 512 << 20
 
 
 @pytest.mark.slow
@@ -416,6 +417,7 @@ async def test_b39_a_text_of_5_mb(big_front, big_gateway):
     answer = await ask(big_gateway.host_port, "POST", CHAT, chat | {"max_tokens": 1})
     assert answer.status == 200, answer.body[:1000]
     await idle(big_front, length=2)
+    assert peak_bytes(big_gateway) < 256 << 20
 
 
 async def test_b39_600_mb_are_refused_by_their_length(front_gateway):
