@@ -329,7 +329,7 @@ export class MessageTooLargeError extends SlotwiseError {}
 export class UnavailableError extends SlotwiseError {}
 /** The call's timeout passed; the server has stopped working on it. */
 export class DeadlineError extends SlotwiseError {}
-/** The call was cancelled on its way. */
+/** The call was cancelled on its way, or the client is closed. */
 export class CancelledError extends SlotwiseError {}
 /** No token could continue the output under its constraint; another seed may do better. */
 export class FailedPreconditionError extends SlotwiseError {}

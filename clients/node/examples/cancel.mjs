@@ -2,7 +2,7 @@
 import { Client } from 'slotwise-client';
 
 const client = new Client(process.argv[2] ?? '127.0.0.1:50051');
-const options = { maxNewTokens: 1000, ignoreEos: true };
+const options = { ignoreEos: true };
 
 // By its id, from anywhere: the stream ends and says why.
 const stream = client.chat('Tell me a long story.', options);

@@ -126,6 +126,7 @@ export class Client {
   }
 
   #source(request, name) {
+    this.#connection.needOpen();
     if (!this.#connection.reconnect) return new Once(this.#connection, CALLS[name], request);
     return name === 'attach'
       ? Reading.attach(this.#connection, request)
@@ -134,8 +135,10 @@ export class Client {
 
   async #ask(call, request, options = {}) {
     const within = limits(options);
+    const checked = call.request(request);
+    this.#connection.needOpen();
     try {
-      return await this.#unary(call, request, within);
+      return await this.#unary(call, checked, within);
     } catch (error) {
       within.signal?.throwIfAborted();
       throw fromStatus(error, this.#connection.target);

@@ -1,7 +1,8 @@
 // How a client reaches its server: the address, TLS, a token, and what it does after a loss.
 
 import { isIP } from 'node:net';
-import { Metadata, credentials } from '@grpc/grpc-js';
+import { Metadata, credentials, status } from '@grpc/grpc-js';
+import { CancelledError } from './errors.js';
 
 const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 
@@ -38,6 +39,11 @@ export class Connection {
     this.metadata = metadata(token);
     this.credentials = tls ? secure(tls) : credentials.createInsecure();
     this.options = { ...CHANNEL_OPTIONS, ...naming(tls) };
+  }
+
+  /** CancelledError once the client is closed. */
+  needOpen() {
+    if (this.isClosed) throw new CancelledError('the client is closed', status.CANCELLED);
   }
 }
 

@@ -112,7 +112,9 @@ export function isLoss(error) {
 export function fromStatus(error, target) {
   if (error instanceof SlotwiseError) return error;
   const { isThere, violations, retryAfterMs, reason } = details(error);
-  const text = error.details || status[error.code] || error.message;
+  const told = error.details || status[error.code] || error.message;
+  // A note that is empty, of grpc-js.
+  const text = told.replace(/\.? Resolution note: $/, '');
   if (error.code === status.INVALID_ARGUMENT) return new InvalidArgumentError(text, violations);
   if (error.code === status.RESOURCE_EXHAUSTED) {
     // gRPC itself uses this code for messages over the size limit; it never sends details.

@@ -15,7 +15,7 @@ const RANGES = {
  * InvalidArgumentError, with the field as the API names it, for what the field cannot hold.
  */
 export function message(type, values, prefix = '') {
-  if (typeof values !== 'object' || Array.isArray(values)) {
+  if (typeof values !== 'object' || values === null || Array.isArray(values)) {
     refuse(prefix.slice(0, -1) || type.name, values, 'an object is wanted');
   }
   const made = {};
@@ -45,7 +45,8 @@ function whole(field, value, path) {
   // A string can be iterated too: stop: 'END' would become three stops.
   if (!Array.isArray(value) && !ArrayBuffer.isView(value))
     refuse(path, value, 'an array is wanted');
-  return Array.from(value, (item) => single(field, item, path));
+  // As the server names them: chat.messages[1].content.
+  return Array.from(value, (item, i) => single(field, item, `${path}[${i}]`));
 }
 
 function map(field, value, path) {

@@ -64,6 +64,7 @@ export function attachRequest(values) {
 /** A question, or a conversation so far, after an optional system message. */
 export function chat(messages, { system, tools, templateKwargs, omitGenerationPrompt } = {}) {
   const turns = typeof messages === 'string' ? [{ role: 'user', content: messages }] : messages;
+  if (!Array.isArray(turns)) throw new TypeError('a chat is a question, or an array of messages');
   const first = system === undefined ? [] : [{ role: 'system', content: system }];
   return { messages: [...first, ...turns], tools, templateKwargs, omitGenerationPrompt };
 }
@@ -76,11 +77,14 @@ function input(prompt) {
   }
   const { tools, templateKwargs, ...rest } = prompt;
   const made = { ...rest, templateKwargsJson: json(templateKwargs) };
-  made.tools = tools?.map(({ parameters, ...tool }) => ({
-    ...tool,
-    parametersJson: json(parameters),
-  }));
+  made.tools = Array.isArray(tools) ? tools.map(tool) : tools;
   return { chat: made };
+}
+
+function tool(told) {
+  if (typeof told !== 'object' || told === null) return told;
+  const { parameters, ...rest } = told;
+  return { ...rest, parametersJson: json(parameters) };
 }
 
 function constrain(request, name, value) {
@@ -130,6 +134,7 @@ function call(path, request, response, tell) {
   return {
     path,
     tell,
+    request: (values) => message(request, values),
     serialize: (values) => Buffer.from(request.encode(request.fromObject(values)).finish()),
     deserialize: (bytes) => told(response, response.decode(bytes)),
   };

@@ -2,6 +2,7 @@ import assert from 'node:assert/strict';
 import test from 'node:test';
 import { Client } from '../src/client.js';
 import { Connection } from '../src/connection.js';
+import { CancelledError, InvalidArgumentError, UnavailableError } from '../src/errors.js';
 
 test('a token goes to this machine, or encrypted, or where it is allowed', () => {
   const token = 'secret';
@@ -51,4 +52,39 @@ test('limits of a call that cannot be are refused', async () => {
     assert.throws(() => client.generate('x', { timeoutMs }), /timeoutMs: .* is not possible/);
     await assert.rejects(client.load({ timeoutMs }), /timeoutMs: .* is not possible/);
   }
+});
+
+test('what a field of any call cannot hold is refused', async () => {
+  const client = new Client('127.0.0.1:1');
+  for (const [made, field] of [
+    [client.tokenize(123), 'text'],
+    [client.tokenize('x', { parseControlTokens: 'false' }), 'parse_control_tokens'],
+    [client.detokenize('123'), 'token_ids'],
+    [client.detokenize([1, 1.5]), 'token_ids[1]'],
+    [client.cancel(5), 'request_id'],
+  ]) {
+    await assert.rejects(made, (error) => {
+      assert.ok(error instanceof InvalidArgumentError, String(error));
+      assert.equal(error.field, field);
+      return true;
+    });
+  }
+});
+
+test('a server that is not there is told in words that say all', async () => {
+  await assert.rejects(new Client('127.0.0.1:1').load(), (error) => {
+    assert.ok(error instanceof UnavailableError, String(error));
+    assert.match(error.message, /^no answer from 127.0.0.1:1: .*ECONNREFUSED 127.0.0.1:1$/);
+    return true;
+  });
+});
+
+test('a client that is closed says so', async () => {
+  const client = new Client('127.0.0.1:1');
+  await client.close();
+  await client.close();
+  const isClosed = (error) => error instanceof CancelledError && /is closed/.test(error.message);
+  assert.throws(() => client.generate('x'), isClosed);
+  await assert.rejects(client.complete('x'), isClosed);
+  await assert.rejects(client.load(), isClosed);
 });

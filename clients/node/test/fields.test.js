@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
 import { InvalidArgumentError } from '../src/errors.js';
-import { CALLS, generateRequest } from '../src/protocol.js';
+import { CALLS, chat, generateRequest } from '../src/protocol.js';
 
 /** What a server reads: the request over the wire and back. */
 function sent(prompt, options) {
@@ -42,10 +42,13 @@ test('what a field cannot hold is refused by its name', () => {
   refused('x', { logitBias: [1] }, 'sampling.logit_bias', /object/);
   refused('x', { logitBias: { a: 1 } }, 'sampling.logit_bias', /integer/);
   refused('\ud800', {}, 'text', /half a character/);
-  refused([1, 'x'], {}, 'token_ids.ids', /integer/);
+  refused([1, 'x'], {}, 'token_ids.ids[1]', /integer/);
   const turn = { role: 'user', contents: 'x' };
-  refused({ messages: [turn] }, {}, 'chat.messages.contents', /no such field/);
-  refused({ messages: ['x'] }, {}, 'chat.messages', /object/);
+  refused({ messages: [turn] }, {}, 'chat.messages[0].contents', /no such field/);
+  refused({ messages: [{ role: 'user' }, 'x'] }, {}, 'chat.messages[1]', /object/);
+  refused({ messages: [null] }, {}, 'chat.messages[0]', /object/);
+  refused({ messages: [], tools: {} }, {}, 'chat.tools', /array/);
+  refused({ messages: [], tools: [null] }, {}, 'chat.tools[0]', /object/);
 });
 
 test('an option that is not there is refused', () => {
@@ -56,6 +59,12 @@ test('an option that is not there is refused', () => {
     );
   }
   assert.throws(() => generateRequest(5, {}), /a prompt is/);
+});
+
+test('a chat is a question or its messages', () => {
+  for (const wrong of [undefined, 5, { role: 'user', content: 'x' }]) {
+    assert.throws(() => chat(wrong), /an array of messages/);
+  }
 });
 
 test('unset is not zero', () => {
