@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,8 @@ def engine() -> Iterator[Engine]:
         ("debootstrap", "debootstrap"),
     ):
         need(command, package)
+    # Whoever ends the tests has them take down first what they have started.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with running_engine(cache_dir() / "compose-test") as running:
             yield running
@@ -35,6 +38,8 @@ def engine() -> Iterator[Engine]:
                 running.docker("image", "prune", "-f")
     except NoEngineError as error:
         pytest.skip(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

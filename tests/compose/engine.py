@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -64,14 +65,34 @@ def running_engine(data: Path) -> Iterator[Engine]:
         return
     if os.geteuid() != 0:
         raise NoEngineError(f"no Docker engine answers at {usual}, and only root can start one")
-    with _kept_network(), tempfile.TemporaryDirectory(prefix="slotwise-docker-") as folder:
-        yield from _own_engine(data, Path(folder))
+    with (
+        _alone(data),
+        _kept_network(),
+        tempfile.TemporaryDirectory(prefix="slotwise-docker-") as folder,
+        _own_engine(data, Path(folder)) as engine,
+    ):
+        yield engine
 
 
-def _own_engine(data: Path, folder: Path) -> Iterator[Engine]:
+@contextlib.contextmanager
+def _alone(data: Path) -> Iterator[None]:
+    """Two engines cannot share their images, and each would take the other's rules away: the second
+    run of these tests on a machine waits for the first."""
     data.mkdir(parents=True, exist_ok=True)
+    lock = os.open(data, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _own_engine(data: Path, folder: Path) -> Iterator[Engine]:
     engine = Engine(f"unix://{folder}/docker.sock", is_own=True)
-    command = ["dockerd", "--host", engine.host, "--data-root", str(data)]
+    # It ends with us, however we end.
+    command = ["setpriv", "--pdeathsig", "TERM", "dockerd"]
+    command += ["--host", engine.host, "--data-root", str(data)]
     command += ["--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"]
     log = folder / "log"
     with log.open("w") as output:
@@ -83,7 +104,7 @@ def _own_engine(data: Path, folder: Path) -> Iterator[Engine]:
         deadline = time.monotonic() + START_S
         while not _answers(engine.host):
             if process.poll() is not None or time.monotonic() > deadline:
-                last = "\n".join(log.read_text().splitlines()[-5:])
+                (last,) = log.read_text().splitlines()[-1:] or [f"silent for {START_S:g} s"]
                 raise NoEngineError(f"dockerd does not start on this machine: {last}")
             time.sleep(_RETRY_S)
         yield engine
