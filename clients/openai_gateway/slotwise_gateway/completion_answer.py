@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from slotwise_client import Accepted, Delta, Finished, PromptLogprobs, TokenLogprobs
 
@@ -18,8 +19,11 @@ from .answer import (
     whole_json,
 )
 from .job import Job
-from .logprobs import CompletionLogprobs, PromptRows, TextOffsets
+from .logprobs import CompletionLogprobs, PromptRows, TextOffsets, token_text
 from .written import dumped, encoded
+
+# What stands in a text for bytes that are no character.
+REPLACEMENT: Final = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,16 @@ class Echo:
 
     text: str
     first_token: str
+
+    def first_bytes(self, rows: Sequence[TokenLogprobs]) -> bytes:
+        """Of the first token, which `rows` follow: it may be no whole characters."""
+        token = self.first_token.encode()
+        text, rest = self.text.encode(), b"".join(row.token.text for row in rows)
+        if REPLACEMENT in self.first_token and rest:
+            for length in range(1, len(token) + 1):
+                if text.startswith(rest, length):
+                    return text[:length]
+        return token
 
 
 class _Choices:
@@ -59,9 +73,12 @@ class _Choices:
         """Logprobs of an echoed prompt, or of a part of it."""
         offsets = self.offsets[self.number(prompt, index)]
         if is_first:
-            first = self.echoes[prompt].first_token
-            lists.add_first(first)
-            offsets.next(first.encode())
+            echo = self.echoes[prompt]
+            first = echo.first_bytes(rows)
+            lists.add_first(token_text(first))
+            # The one that begins all texts is not part of them.
+            if echo.text.encode().startswith(first):
+                offsets.next(first)
         lists.add(rows, self.num_best, offsets)
 
     def lists(self, prompt: int, delta: Delta) -> CompletionLogprobs:

@@ -131,6 +131,30 @@ def test_an_echo_with_logprobs():
     assert found["token_logprobs"] == [None, -1.5, -1.5, -0.5]
 
 
+@pytest.mark.parametrize(
+    ("echo", "rest", "tokens", "offsets"),
+    [
+        # The first token is half a character, as the server detokenizes it.
+        (
+            Echo("\u20acq", "\ufffd"),
+            (b"\x82\xac", b"q"),
+            [r"bytes:\xe2", r"bytes:\x82\xac", "q"],
+            [0, 0, 1],
+        ),
+        (Echo("\u20ac", "\ufffd"), (b"\xac",), [r"bytes:\xe2\x82", r"bytes:\xac"], [0, 0]),
+        # It is that character; it is the one that begins all texts, which are told without it.
+        (Echo("\ufffdq", "\ufffd"), (b"q",), ["\ufffd", "q"], [0, 1]),
+        (Echo("q", "<s>"), (b"q",), ["<s>", "q"], [0, 0]),
+    ],
+)
+def test_an_echo_whose_first_token_is_no_text(echo, rest, tokens, offsets):
+    rows = tuple(TokenLogprobs(TokenLogprob(9, -1.5, 2, token), ()) for token in rest)
+    job = read(echo=True, logprobs=0)
+    told = whole(job, (0, PromptLogprobs("r", 1, rows)), (0, finished()), echoes=[echo])
+    found = told["choices"][0]["logprobs"]
+    assert (found["tokens"], found["text_offset"]) == (tokens, offsets)
+
+
 def test_an_echo_of_one_token_has_no_logprobs_to_come_with():
     echo = Echo("p", "p")
     job = read(echo=True, logprobs=0)
