@@ -18,7 +18,7 @@ import slotwise.v1.InferenceOuterClass.GenerateRequest;
  * reader ADDRESS generate|complete|attach|cancel REQUEST [NAME=VALUE...]: prints what the client
  * tells, for the tests. The request, and the events, are serialized and in hex. Names:
  * reconnect_ms, timeout_ms, token, ca; drop_after, detach_after: after so many events the stream is
- * closed (the end of the input is waited for) or left.
+ * closed (the end of the input is waited for) or left; interrupt_after: its thread is interrupted.
  */
 public final class Reader {
   private final Map<String, String> given;
@@ -94,6 +94,9 @@ public final class Reader {
           stream.detach();
         }
         return;
+      }
+      if (count.equals(given.get("interrupt_after"))) {
+        Thread.currentThread().interrupt();
       }
       if (!stream.hasNext()) {
         return;

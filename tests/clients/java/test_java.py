@@ -14,7 +14,7 @@ from certificates import Authority
 from clients.builds import ROOT, build_once, files_under
 from clients.lossy_server import DRAINS, LOST, RESET, Fault
 from clients.npm import run as run_tool
-from clients.program_checks import ProgramChecks, reader_command
+from clients.program_checks import ProgramChecks, endless, reader_command, until_idle
 from clients.scripted_server import bad_field, scripted_server
 from clients.toolchains import need, need_file
 
@@ -131,6 +131,19 @@ class TestJava(ProgramChecks):
         lossy.script.faults = deque([Fault(0, bad_field("stop.3", "it is empty"))])
         error = reader.read(lossy.address).error
         assert (error.code, error.field) == ("INVALID_ARGUMENT", "stop.3")
+
+    def test_an_interrupted_reader_frees_the_slot(self, reader, small_server, small_client):
+        until_idle(small_client)
+        request = endless("interrupted")
+        told = reader.read(small_server.address, request, settings={"interrupt_after": 3})
+        assert told.error.code == "CANCELLED"
+        assert told.error.message == "the thread that reads was interrupted"
+        # The server knew before the program ended.
+        assert small_client.load().num_unread == 0
+        until_idle(small_client)
+
+    def test_the_longest_timeout_there_is(self, reader, lossy):
+        assert reader.read(lossy.address, settings={"timeout_ms": 2**63 - 1}).error is None
 
     def test_tls(self, reader, tmp_path):
         authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")

@@ -134,6 +134,11 @@ public final class AnswerStream implements Iterator<GenerateResponse>, AutoClose
         hasEnded = true;
         return null;
       }
+      if (Thread.currentThread().isInterrupted()) {
+        close();
+        hasEnded = true;
+        throw SlotwiseException.of(Status.Code.CANCELLED, "the thread that reads was interrupted");
+      }
       if (isClosed.get()) {
         hasEnded = true;
         throw SlotwiseException.of(Status.Code.CANCELLED, "the stream was closed");

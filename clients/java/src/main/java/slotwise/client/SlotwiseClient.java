@@ -127,8 +127,7 @@ public final class SlotwiseClient implements AutoCloseable {
   /** Of {@link #SERVICE}, "", or "slotwise.worker/RANK"; NOT_FOUND for a name not known (yet). */
   public HealthCheckResponse.ServingStatus health(String service, Duration timeout) {
     HealthCheckRequest request = HealthCheckRequest.newBuilder().setService(service).build();
-    CallOptions options =
-        CallOptions.DEFAULT.withDeadlineAfter(timeout.toMillis(), TimeUnit.MILLISECONDS);
+    CallOptions options = CallOptions.DEFAULT.withDeadline(deadline(timeout));
     try {
       var response = ClientCalls.blockingUnaryCall(channel, HEALTH_CHECK, options, request);
       wasReached = true;
@@ -145,9 +144,14 @@ public final class SlotwiseClient implements AutoCloseable {
   }
 
   private AnswerStream stream(Reading reading, Duration timeout) {
-    Deadline deadline =
-        timeout == null ? null : Deadline.after(timeout.toMillis(), TimeUnit.MILLISECONDS);
-    return new AnswerStream(this, reading, deadline);
+    return new AnswerStream(this, reading, deadline(timeout));
+  }
+
+  private static Deadline deadline(Duration timeout) {
+    // What is too long for the unit becomes the longest.
+    return timeout == null
+        ? null
+        : Deadline.after(TimeUnit.NANOSECONDS.convert(timeout), TimeUnit.NANOSECONDS);
   }
 
   String address() {
@@ -169,12 +173,18 @@ public final class SlotwiseClient implements AutoCloseable {
 
   /** Nobody reads a request any more. What is not heard of is ended by its attach window. */
   void end(String requestId) {
+    // A thread that is interrupted could make no call.
+    boolean wasInterrupted = Thread.interrupted();
     try {
       inference
           .withDeadlineAfter(CANCEL_TIMEOUT_MS, TimeUnit.MILLISECONDS)
           .cancel(CancelRequest.newBuilder().setRequestId(requestId).build());
     } catch (StatusRuntimeException error) {
       // Best effort.
+    } finally {
+      if (wasInterrupted) {
+        Thread.currentThread().interrupt();
+      }
     }
   }
 
