@@ -7,6 +7,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 from uvicorn.config import Config as ServerConfig
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -43,6 +44,7 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = _Parser(self)  # type: ignore[assignment]
         # While the headers of a request are awaited or come.
         self._headers_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
@@ -91,6 +93,9 @@ class Connection(HttpToolsProtocol):
             self._await_headers()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            # They come again, without the offer.
+            return
         self._end_headers()
         super().on_headers_complete()
         self.cycle.transport = _Linger(self.transport, self._linger)  # type: ignore[assignment]
@@ -99,6 +104,10 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
             if len(self.pipeline) > MAX_PIPELINED:
                 self.transport.close()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -173,6 +182,56 @@ class Connection(HttpToolsProtocol):
             self._end_after_last_bytes()
         else:
             self.transport.abort()
+
+
+class _Parser:
+    """httptools' parser, for requests that offer another protocol too, as all of Java's HttpClient
+    do. It takes what follows their headers for that protocol; they are parsed anew without the
+    offer, which a server may pass over."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parser = _new_parser(connection)
+
+    def feed_data(self, data: bytes) -> None:
+        """HttpParserError."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("a tunnel") from None
+            (num_read,) = upgrade.args
+            head = self._head()
+            self._parser = _new_parser(self._connection)
+            self.feed_data(head + data[num_read:])
+
+    def get_method(self) -> bytes:
+        return self._parser.get_method()
+
+    def get_http_version(self) -> str:
+        return self._parser.get_http_version()
+
+    def should_keep_alive(self) -> bool:
+        return self._parser.should_keep_alive()
+
+    def should_upgrade(self) -> bool:
+        return self._parser.should_upgrade()
+
+    def _head(self) -> bytes:
+        """Of the request that has come, without the offer."""
+        version = self.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.get_method(), self._connection.url, version)]
+        for name, value in self._connection.headers:
+            if name != b"upgrade":
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
+
+def _new_parser(connection: Connection) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(connection)
+    # As uvicorn has it: what comes behind the last request is no reason not to answer that.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 class _Linger:

@@ -68,6 +68,35 @@ async def test_requests_in_a_row_and_pipelined():
         assert [(await opened.answer()).body for _ in range(2)] == [b"1", b"2"]
 
 
+async def test_what_comes_behind_the_last_request():
+    last = request("POST", "/body", b"a", {"Connection": "close"})
+    async with served(Echo(), limits()) as address, connection(address) as opened:
+        await opened.send(last + request("GET", "/x"))
+        assert (await opened.answer()).body == b"a"
+        assert await opened.at_end()
+
+
+UPGRADE = {
+    "Connection": "Upgrade, HTTP2-Settings",
+    "Upgrade": "h2c",
+    "HTTP2-Settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+}
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+async def test_another_protocol_is_offered(size):
+    """As by each request of Java's HttpClient."""
+    async with served(Echo(), limits()) as address, connection(address) as opened:
+        for text in (b"a", b"", b"bc"):
+            sent = request("POST", "/body", text, UPGRADE)
+            for begin in range(0, len(sent), size):
+                await opened.send(sent[begin : begin + size])
+            answer = await opened.answer()
+            assert (answer.status, answer.body) == (200, text)
+        await opened.send(request("POST", "/body", b"1", UPGRADE) + request("GET", "/x"))
+        assert [(await opened.answer()).body for _ in range(2)] == [b"1", b""]
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /bo", b"POST /body HTTP/1.1\r\nA: b\r\n"])
 async def test_headers_that_do_not_come(sent):
     async with served(Echo(), limits(headers_s=0.05)) as address, connection(address) as opened:
@@ -128,7 +157,12 @@ async def test_headers_without_end():
 
 @pytest.mark.parametrize(
     "sent",
-    [b"\x16\x03\x01\x02\x00", b"HELLO\r\n\r\n", b"GET /x HTTP/1.1\r\nContent-Length: x\r\n\r\n"],
+    [
+        b"\x16\x03\x01\x02\x00",
+        b"HELLO\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n",
+    ],
 )
 async def test_what_is_no_http(sent):
     async with served(Echo(), limits()) as address, connection(address) as opened:
