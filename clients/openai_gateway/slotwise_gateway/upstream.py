@@ -57,12 +57,15 @@ class Upstream:
         )
         self.state = State.UNKNOWN
         self._is_known = asyncio.Event()
-        self._known_by = asyncio.get_running_loop().time() + FIRST_ANSWER_S
+        loop = asyncio.get_running_loop()
+        self._known_by = loop.time() + FIRST_ANSWER_S
+        self._silence = loop.call_at(self._known_by, self._tell_silence)
         self._model: ModelInfo | None = None
         self._watch = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
         """Ends the watch and the channel."""
+        self._silence.cancel()
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         await self._client.close()
@@ -110,6 +113,11 @@ class Upstream:
                 log.info("%s: %s", self._config.server, error.message)
             self._become(State.LOST)
             await asyncio.sleep(RETRY_S)
+
+    def _tell_silence(self) -> None:
+        """The watch has no word for a server that is not there."""
+        if self.state is State.UNKNOWN:
+            log.info("%s: %s; it is waited for", self._config.server, self.state.value)
 
     def _become(self, state: State) -> None:
         if state is not self.state:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from clients.scripted_server import SERVICE
@@ -39,7 +40,8 @@ async def test_the_first_word_is_waited_for(served):
         await upstream.close()
 
 
-async def test_a_server_that_is_not_there(monkeypatch):
+async def test_a_server_that_is_not_there(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("slotwise_gateway.upstream.FIRST_ANSWER_S", 0.01)
     upstream = Upstream(Config(server="127.0.0.1:1"), Seen())
     try:
@@ -48,6 +50,8 @@ async def test_a_server_that_is_not_there(monkeypatch):
         assert raised.value.status == 503
     finally:
         await upstream.close()
+    told = "127.0.0.1:1: there is no answer from the model's server yet; it is waited for"
+    assert told in caplog.messages
 
 
 async def test_the_model_is_asked_for_once_in_each_life_of_the_server(served):
