@@ -230,7 +230,12 @@ class Reading(Source[Event]):
         delay = max(self._delay, _retry_after(failure)) if way is not _Way.SEND_PLAIN else 0.0
         if way is None or self._lost_s + delay > self._connection.reconnect_timeout:
             self.is_over = True
-            raise failure from error
+            self._last_failure = None
+            try:
+                raise failure from error
+            finally:
+                # By its traceback it would hold itself, and all that was asked, until a collection.
+                del failure
         if way is _Way.SEND_PLAIN:
             self._own.ClearField("attach_window_ms")
             self._num_sent -= 1

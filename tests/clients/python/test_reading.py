@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import grpc
 import pytest
 from clients.scripted_server import queue_full
@@ -66,6 +70,23 @@ def test_it_gives_up_when_there_was_no_server_for_too_long():
     life.lost(50)
     with pytest.raises(UnavailableError):
         life.lost(20)
+
+
+def test_what_failed_stays_in_memory_no_longer_than_its_error():
+    """A prompt may be large, and many may be refused before the garbage collector comes."""
+    life = Life(60)
+    reading = weakref.ref(life.reading)
+    life.reading.next_call()
+    gc.disable()
+    try:
+        # pytest.raises keeps what it caught.
+        with contextlib.suppress(SlotwiseError):
+            life.lost(0, LostError(grpc.StatusCode.INVALID_ARGUMENT))
+        assert life.reading.is_over
+        del life
+        assert reading() is None
+    finally:
+        gc.enable()
 
 
 def test_time_with_a_server_counts_back():
