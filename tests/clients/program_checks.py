@@ -247,6 +247,16 @@ class ProgramChecks:
         assert other.returncode == 1
         assert "NOT_FOUND" in other.stderr
 
+    def test_examples_say_how_they_are_used(self, programs):
+        for name in ("chat", "cancel", "health", "attach"):
+            done = run(programs / name)
+            assert done.returncode != 0
+            assert done.stderr.startswith(f"usage: {name} ADDRESS")
+
+    def test_cancel_of_an_answer_that_is_shorter(self, programs, served):
+        done = run(programs / "cancel", served.address, QUESTION, 1000)
+        assert (done.returncode, done.stderr) == (0, "")
+
     def test_no_server_is_an_error_at_once(self, programs, closed_port):
         for words in (["health"], ["chat", QUESTION], ["attach", "mine"]):
             done = run(programs / words[0], closed_port, *words[1:])

@@ -27,7 +27,10 @@ constexpr Milliseconds kCancelTimeout{1'000};
 
 Deadline deadline_after(Client::Timeout timeout) {
   if (!timeout) return {};
-  return SystemClock::now() + *timeout;
+  // What is too long for the clock becomes the longest.
+  const auto now = SystemClock::now();
+  const auto left = SystemClock::time_point::max() - now;
+  return now + std::min(*timeout, std::chrono::duration_cast<Milliseconds>(left));
 }
 
 bool starts_with(const std::string& text, const std::string& begin) {

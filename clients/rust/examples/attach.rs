@@ -6,11 +6,13 @@ use slotwise::{Client, Error, Event};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let address = arguments.next().expect("ADDRESS");
-    let request_id = arguments.next().expect("REQUEST_ID");
-    let next = arguments.next().map_or(0, |number| number.parse().expect("a number"));
-    if let Err(error) = read_on(&Client::new(&address), &request_id, next).await {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.len() < 2 {
+        eprintln!("usage: attach ADDRESS REQUEST_ID [NEXT]");
+        std::process::exit(2);
+    }
+    let next = arguments.get(2).map_or(0, |number| number.parse().expect("a number"));
+    if let Err(error) = read_on(&Client::new(&arguments[0]), &arguments[1], next).await {
         eprintln!("error: {error}");
         std::process::exit(1);
     }

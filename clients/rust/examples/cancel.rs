@@ -4,11 +4,13 @@ use slotwise::{Client, Error, Event};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let address = arguments.next().expect("ADDRESS");
-    let question = arguments.next().expect("QUESTION");
-    let num_events = arguments.next().expect("NUM_EVENTS").parse().expect("a number");
-    if let Err(error) = stop_after(num_events, &Client::new(&address), &question).await {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.len() < 3 {
+        eprintln!("usage: cancel ADDRESS QUESTION NUM_EVENTS");
+        std::process::exit(2);
+    }
+    let num_events = arguments[2].parse().expect("a number");
+    if let Err(error) = stop_after(num_events, &Client::new(&arguments[0]), &arguments[1]).await {
         eprintln!("error: {error}");
         std::process::exit(1);
     }

@@ -7,11 +7,13 @@ use slotwise::{Client, Error, Event};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let address = arguments.next().expect("ADDRESS");
-    let question = arguments.next().expect("QUESTION");
-    let max_new_tokens = arguments.next().map_or(64, |number| number.parse().expect("a number"));
-    if let Err(error) = chat(&Client::new(&address), &question, max_new_tokens).await {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.len() < 2 {
+        eprintln!("usage: chat ADDRESS QUESTION [MAX_NEW_TOKENS]");
+        std::process::exit(2);
+    }
+    let max_new_tokens = arguments.get(2).map_or(64, |number| number.parse().expect("a number"));
+    if let Err(error) = chat(&Client::new(&arguments[0]), &arguments[1], max_new_tokens).await {
         eprintln!("error: {error}");
         if let Some(field) = error.field {
             eprintln!("field: {field}");

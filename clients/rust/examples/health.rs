@@ -8,10 +8,13 @@ use slotwise::{Client, ServingStatus};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let address = arguments.next().expect("ADDRESS");
-    let service = arguments.next().unwrap_or_else(|| "slotwise.v1.Inference".to_owned());
-    match Client::new(&address).timeout(Duration::from_secs(5)).health(&service).await {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.len() < 1 {
+        eprintln!("usage: health ADDRESS [SERVICE]");
+        exit(2);
+    }
+    let service = arguments.get(1).map_or("slotwise.v1.Inference", String::as_str);
+    match Client::new(&arguments[0]).timeout(Duration::from_secs(5)).health(service).await {
         Ok(ServingStatus::Serving) => println!("SERVING"),
         Ok(status) => {
             eprintln!("{}", status.as_str_name());

@@ -42,7 +42,7 @@ Stream start(Client& client, const std::string& kind, const std::string& request
 void read(Client& client, const std::string& kind, const std::string& request,
           std::map<std::string, std::string>& options) {
   Client::Timeout timeout;
-  if (options.count("timeout_ms")) timeout = Milliseconds(std::stoi(options["timeout_ms"]));
+  if (options.count("timeout_ms")) timeout = Milliseconds(std::stoll(options["timeout_ms"]));
   const auto number = [&](const char* name) {
     return options.count(name) ? std::stoi(options[name]) : -1;
   };

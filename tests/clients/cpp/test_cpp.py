@@ -44,7 +44,10 @@ def programs() -> Path:
 
 
 class TestCpp(ProgramChecks):
-    """What every client's programs must do."""
+    """What every client's programs must do, and what this one has besides."""
+
+    def test_the_longest_timeout_there_is(self, reader, lossy):
+        assert reader.read(lossy.address, settings={"timeout_ms": 2**63 - 1}).error is None
 
 
 def test_what_is_missing_is_named(tmp_path):

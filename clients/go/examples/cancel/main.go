@@ -4,6 +4,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
 	"log"
 	"os"
 	"strconv"
@@ -25,6 +26,9 @@ func main() {
 	stream := client.Chat(context.Background(), os.Args[2])
 	for i := 0; i < numEvents; i++ {
 		event, err := stream.Recv()
+		if err == io.EOF {
+			break
+		}
 		check(err)
 		fmt.Print(event.GetDelta().GetText())
 	}
