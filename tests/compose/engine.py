@@ -66,7 +66,7 @@ def running_engine(data: Path) -> Iterator[Engine]:
     if os.geteuid() != 0:
         raise NoEngineError(f"no Docker engine answers at {usual}, and only root can start one")
     with (
-        _alone(data),
+        _alone(),
         _kept_network(),
         tempfile.TemporaryDirectory(prefix="slotwise-docker-") as folder,
         _own_engine(data, Path(folder)) as engine,
@@ -75,11 +75,12 @@ def running_engine(data: Path) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def _alone(data: Path) -> Iterator[None]:
-    """Two engines cannot share their images, and each would take the other's rules away: the second
-    run of these tests on a machine waits for the first."""
-    data.mkdir(parents=True, exist_ok=True)
-    lock = os.open(data, os.O_RDONLY | os.O_DIRECTORY)
+def _alone() -> Iterator[None]:
+    """One such engine at a time on a machine, the next one waits: at its end the first would take
+    away the other's rules of the network."""
+    program = shutil.which("dockerd")
+    assert program is not None
+    lock = os.open(program, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -89,6 +90,7 @@ def _alone(data: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_engine(data: Path, folder: Path) -> Iterator[Engine]:
+    data.mkdir(parents=True, exist_ok=True)
     engine = Engine(f"unix://{folder}/docker.sock", is_own=True)
     # It ends with us, however we end.
     command = ["setpriv", "--pdeathsig", "TERM", "dockerd"]
