@@ -17,6 +17,8 @@ from slotwise_client import TlsOptions
 # A token on the command line could be read by every user of the machine.
 TOKEN_VARIABLE: Final = "SLOTWISE_TOKEN"
 _TOKEN: Final = re.compile(r"[\x21-\x7e]{1,4096}")
+# gRPC would take a port of its own, and wait there for ever.
+_SERVER: Final = re.compile(r"unix(-abstract)?:.+|.+:[0-9]{1,5}", re.DOTALL)
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 LOG_FORMATS: Final = ("text", "json")
 
@@ -75,6 +77,8 @@ class Config:
             )
         if not self.server:
             raise ConfigError("server is empty; give the gRPC server as host:port")
+        if not _SERVER.fullmatch(self.server):
+            raise ConfigError(f"server is {self.server!r}; its port is missing: host:port")
         _check_range("port", self.port, 0, 65535)
         _check_range("max_body_mb", self.limits.max_body_bytes >> 20, 1, 1024)
         _check_range("max_connections", self.limits.max_connections, 1, 1 << 20)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -194,9 +196,13 @@ def _bound(config: Config) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server((host, config.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        advice = "; another --port may be free, 0 takes one" if config.port else ""
+        # Python says in some of its words what is said here.
+        is_name = isinstance(error, socket.gaierror)
+        reason = error.strerror if is_name else os.strerror(error.errno or 0)
+        is_taken = not is_name and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = "; another --port may be free, 0 takes one" if is_taken else ""
         raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{advice}"
+            f"cannot listen on {config.host} port {config.port}: {reason}{advice}"
         ) from error
     with listener:
         yield listener

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from slotwise_client import TlsOptions
 from slotwise_gateway.config import Config, ConfigError, Limits, is_local, parse_arguments
 from slotwise_gateway.logs import JsonFormatter, TextFormatter
+from slotwise_gateway.process import Process
 
 
 def test_defaults():
@@ -58,6 +60,7 @@ def test_every_flag():
         (["--port", "65536"], "port is 65536; 0 to 65535"),
         (["--host", ""], "host is empty"),
         (["--server", ""], "server is empty"),
+        (["--server", "far"], "server is 'far'; its port is missing"),
         (["--grace", "-1"], "grace is -1"),
         (["--grace", "nan"], "grace is nan"),
         (["--body-timeout", "0"], "body_timeout is 0"),
@@ -95,6 +98,22 @@ def test_which_servers_are_on_this_machine(server, local):
     assert Config(server=server).may_send_tokens == local
     assert Config(server=server, insecure_tokens=True).may_send_tokens
     assert Config(server=server, tls=TlsOptions()).may_send_tokens
+
+
+async def test_where_it_cannot_listen():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = f"cannot listen on 127.0.0.1 port {port}: Address already in use; another --port"
+        with pytest.raises(ConfigError, match=told):
+            await Process(Config(port=port)).run()
+    for host, reason in (
+        ("203.0.113.7", "Cannot assign requested address"),
+        ("no.such.host.invalid", ".*"),
+    ):
+        # No port is better there.
+        with pytest.raises(ConfigError, match=f"on {host} port 1: {reason}$") as raised:
+            await Process(Config(host=host, port=1)).run()
+        assert "--port" not in str(raised.value)
 
 
 def test_a_log_line_is_one_line():
