@@ -59,15 +59,15 @@ class Upstream:
         self._is_known = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._known_by = loop.time() + FIRST_ANSWER_S
-        self._silence = loop.call_at(self._known_by, self._tell_silence)
         self._model: ModelInfo | None = None
         self._watch = asyncio.create_task(self._follow())
+        self._silence = asyncio.create_task(self._tell_silence())
 
     async def close(self) -> None:
         """Ends the watch and the channel."""
         self._silence.cancel()
         self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(self._watch, self._silence, return_exceptions=True)
         await self._client.close()
 
     def client(self, token: str | None) -> AsyncClient:
@@ -114,14 +114,20 @@ class Upstream:
             self._become(State.LOST)
             await asyncio.sleep(RETRY_S)
 
-    def _tell_silence(self) -> None:
-        """The watch has no word for a server that is not there."""
-        if self.state is State.UNKNOWN:
-            log.info("%s: %s; it is waited for", self._config.server, self.state.value)
+    async def _tell_silence(self) -> None:
+        """The watch has no word for a server that is not there; a call says why it is not."""
+        await asyncio.sleep(FIRST_ANSWER_S)
+        if self.state is not State.UNKNOWN:
+            return
+        try:
+            await self._client.health(timeout=CALL_TIMEOUT_S)
+        except SlotwiseError as error:
+            log.warning("%s; it is waited for", error.message)
 
     def _become(self, state: State) -> None:
         if state is not self.state:
-            log.info("%s: %s", self._config.server, state.value)
+            level = logging.WARNING if state is State.LOST else logging.INFO
+            log.log(level, "%s: %s", self._config.server, state.value)
         if state is not State.SERVING:
             # What comes back may be another one.
             self._model = None

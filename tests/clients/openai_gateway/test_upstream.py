@@ -40,18 +40,40 @@ async def test_the_first_word_is_waited_for(served):
         await upstream.close()
 
 
-async def test_a_server_that_is_not_there(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+class Warned(logging.Handler):
+    """Waits for a warning of the upstream's."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.message = asyncio.get_running_loop().create_future()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.message.done():
+            self.message.set_result(record.getMessage())
+
+
+@pytest.fixture
+async def warned():
+    handler, logger = Warned(), logging.getLogger("slotwise_gateway.upstream")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+async def test_a_server_that_is_not_there(monkeypatch, warned):
     monkeypatch.setattr("slotwise_gateway.upstream.FIRST_ANSWER_S", 0.01)
     upstream = Upstream(Config(server="127.0.0.1:1"), Seen())
     try:
         with pytest.raises(ApiError, match="no answer from the model's server yet") as raised:
             await upstream.check_ready()
         assert raised.value.status == 503
+        async with asyncio.timeout(30):
+            told = await warned.message
     finally:
         await upstream.close()
-    told = "127.0.0.1:1: there is no answer from the model's server yet; it is waited for"
-    assert told in caplog.messages
+    assert "no answer from 127.0.0.1:1: " in told
+    assert "refused" in told
+    assert told.endswith("; it is waited for")
 
 
 async def test_the_model_is_asked_for_once_in_each_life_of_the_server(served):
@@ -69,7 +91,7 @@ async def test_the_model_is_asked_for_once_in_each_life_of_the_server(served):
         await upstream.close()
 
 
-async def test_a_server_that_is_lost_and_comes_back(lossy):
+async def test_a_server_that_is_lost_and_comes_back(lossy, warned):
     seen = Seen()
     upstream = Upstream(Config(server=lossy.address), seen)
     try:
@@ -77,6 +99,7 @@ async def test_a_server_that_is_lost_and_comes_back(lossy):
         for break_connection in lossy.script.break_connections:
             break_connection()
         assert "is lost" in (await seen.next()).message
+        assert f"{lossy.address}: " in warned.message.result()
         async with asyncio.timeout(30):
             while upstream.state is not State.SERVING:  # noqa: ASYNC110
                 await asyncio.sleep(0)
