@@ -38,6 +38,9 @@ def gateway(
     max_body_mb: Annotated[
         int | None, typer.Option(help="Largest request body in MiB [64].")
     ] = None,
+    max_bodies_mb: Annotated[
+        int | None, typer.Option(help="Bodies of all running requests in MiB [256].")
+    ] = None,
     body_timeout: Annotated[
         float | None, typer.Option(help="Seconds for a request's body [30].")
     ] = None,
@@ -76,6 +79,7 @@ def gateway(
         https_key=https_key,
         insecure_tokens=insecure_tokens,
         max_body_mb=max_body_mb,
+        max_bodies_mb=max_bodies_mb,
         body_timeout=body_timeout,
         headers_timeout=headers_timeout,
         max_connections=max_connections,

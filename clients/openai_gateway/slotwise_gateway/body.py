@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, Final, NoReturn
 
 from starlette.types import Receive, Scope
 
 from .config import Limits
-from .errors import ApiError
+from .errors import ApiError, unavailable
 
 # A value takes some 60 bytes once parsed, and the parser, which lets nobody else run, 50 ns.
 MAX_VALUES: Final = 1 << 20
@@ -31,15 +32,46 @@ class ClientGoneError(Exception):
     """Nobody waits for a response."""
 
 
-async def read_json(scope: Scope, receive: Receive, limits: Limits) -> dict[str, Any]:
-    """The body as a JSON object.
+class Room:
+    """Memory for the bodies of all requests together: one limit for each would bound nothing."""
 
-    ApiError: 408 when it is too slow, 413 when it is too large, 415 for another type, 400 for
-    what is no JSON object. ClientGoneError.
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._num_free = num_bytes
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Takes so many bytes more, until the end of the request; ApiError without room."""
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if num_bytes > self._num_free:
+                raise unavailable(
+                    "the bodies of all requests that run have more than "
+                    f"{self._num_bytes >> 20} MiB (--max-bodies-mb); try again later",
+                    headers=_CLOSE,
+                )
+            self._num_free -= num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._num_free += taken
+
+
+async def read_json(
+    scope: Scope, receive: Receive, limits: Limits, take: Callable[[int], None]
+) -> dict[str, Any]:
+    """The body as a JSON object; `take` is told of its bytes as they come.
+
+    ApiError: what `take` raises, 408 when it is too slow, 413 when it is too large, 415 for another
+    type, 400 for what is no JSON object. ClientGoneError.
     """
     _check_type(_header(scope, b"content-type"))
     _check_encoding(_header(scope, b"content-encoding"))
-    body = await _read(scope, receive, limits)
+    body = await _read(scope, receive, limits, take)
     if len(body) > SMALL_BYTES:
         return await asyncio.to_thread(parse_object, body)
     return parse_object(body)
@@ -78,7 +110,9 @@ def kind_of(value: Any) -> str:
     return "an object"
 
 
-async def _read(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def _read(
+    scope: Scope, receive: Receive, limits: Limits, take: Callable[[int], None]
+) -> bytes:
     length = _header(scope, b"content-length")
     if length.isdigit() and int(length) > limits.max_body_bytes:
         raise _too_large(f"{int(length)} bytes", limits)
@@ -94,6 +128,7 @@ async def _read(scope: Scope, receive: Receive, limits: Limits) -> bytes:
                 size += len(chunk)
                 if size > limits.max_body_bytes:
                     raise _too_large("more", limits)
+                take(len(chunk))
                 chunks.append(chunk)
                 if not message.get("more_body"):
                     return b"".join(chunks)

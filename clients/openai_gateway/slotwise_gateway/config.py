@@ -32,6 +32,8 @@ class Limits:
     """What a client may take."""
 
     max_body_bytes: int = 64 << 20
+    # Of all requests that run, together.
+    max_bodies_bytes: int = 256 << 20
     # Seconds for a request's headers; for its body, and for each write of a response.
     headers_s: float = 10.0
     body_s: float = 30.0
@@ -80,7 +82,9 @@ class Config:
         if not _SERVER.fullmatch(self.server):
             raise ConfigError(f"server is {self.server!r}; its port is missing: host:port")
         _check_range("port", self.port, 0, 65535)
-        _check_range("max_body_mb", self.limits.max_body_bytes >> 20, 1, 1024)
+        max_body_mb = self.limits.max_body_bytes >> 20
+        _check_range("max_body_mb", max_body_mb, 1, 1024)
+        _check_range("max_bodies_mb", self.limits.max_bodies_bytes >> 20, max_body_mb, 1 << 20)
         _check_range("max_connections", self.limits.max_connections, 1, 1 << 20)
         _check_seconds("body_timeout", self.limits.body_s, 0.001)
         _check_seconds("headers_timeout", self.limits.headers_s, 0.001)
@@ -138,6 +142,7 @@ def parse_arguments(
         https_key=given.https_key,
         limits=Limits(
             max_body_bytes=given.max_body_mb << 20,
+            max_bodies_bytes=given.max_bodies_mb << 20,
             headers_s=given.headers_timeout,
             body_s=given.body_timeout,
             max_connections=given.max_connections,
@@ -174,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--token", help=f"token for callers who bring none; better in {TOKEN_VARIABLE}")
     add("--insecure-tokens", action="store_true", help="tokens may go to the server without TLS")
     add("--max-body-mb", type=int, default=64, help="largest request body in MiB")
+    add("--max-bodies-mb", type=int, default=256, help="bodies of all running requests in MiB")
     add("--body-timeout", type=float, default=30.0, help="seconds for a request's body")
     add("--headers-timeout", type=float, default=10.0, help="seconds for a request's headers")
     add("--max-connections", type=int, default=1024, help="connections at once")

@@ -73,14 +73,16 @@ def invalid(param: str, reason: str, code: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
-def unavailable(message: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
+def unavailable(
+    message: str, retry_after_s: float = RETRY_AFTER_S, *, headers: Mapping[str, str] | None = None
+) -> ApiError:
     """Another try may go well."""
     return ApiError(
         HTTPStatus.SERVICE_UNAVAILABLE,
         message,
         kind="service_unavailable",
         code="service_unavailable",
-        headers=_retry_after(retry_after_s),
+        headers={**_retry_after(retry_after_s), **(headers or {})},
     )
 
 

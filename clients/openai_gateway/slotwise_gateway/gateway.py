@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from .body import Room
 from .config import Config
 from .errors import ApiError, unavailable
 from .metrics import Metrics
@@ -20,6 +21,7 @@ class Gateway:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.room = Room(config.limits.max_bodies_bytes)
         self._upstream: Upstream | None = None
         self._runs: set[Run] = set()
         self._num_open = 0

@@ -57,8 +57,8 @@ class Generation:
         """ApiError while nothing was sent."""
         request_id = scope["state"]["request_id"]
         gateway = self._gateway
-        with contextlib.suppress(ClientGoneError):
-            body = await read_json(scope, receive, gateway.config.limits)
+        with contextlib.suppress(ClientGoneError), gateway.room.share() as take:
+            body = await read_json(scope, receive, gateway.config.limits, take)
             await gateway.check_ready()
             client = gateway.upstream.client(caller_token(scope))
             try:

@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -25,6 +26,8 @@ from .gateway import Gateway
 # For the last bytes of what is ended.
 LAST_BYTES_S: Final = 2.0
 BACKLOG: Final = 2048
+# For what is open besides connections.
+SPARE_FILES: Final = 64
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class Process:
     async def run(self) -> None:
         """Returns when all has ended. ConfigError when it cannot start."""
         _check_tls(self._config)
+        have_files_for(self._config.limits.max_connections)
         with self._signals(), _bound(self._config) as listener:
             server = self._server()
             serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -177,6 +181,23 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def have_files_for(num_connections: int) -> None:
+    """Raises the process's limit of open files as far as it may; a warning where that is too low:
+    connections beyond it would end without a word."""
+    wanted = num_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning(
+            "the process may open %d files, too few for %d connections: raise the limit "
+            "(ulimit -n), or lower --max-connections",
+            hard,
+            num_connections,
+        )
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_tls(config: Config) -> None:

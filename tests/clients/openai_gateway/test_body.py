@@ -6,7 +6,7 @@ import json
 import pytest
 
 from slotwise_gateway import body as reading
-from slotwise_gateway.body import ClientGoneError, kind_of, parse_object, read_json
+from slotwise_gateway.body import ClientGoneError, Room, kind_of, parse_object, read_json
 from slotwise_gateway.config import Limits
 from slotwise_gateway.errors import ApiError
 
@@ -29,8 +29,8 @@ def part(content: bytes, more: bool = False):
     return {"type": "http.request", "body": content, "more_body": more}
 
 
-async def read(*messages, headers=JSON_TYPE, limits=None):
-    return await read_json({"headers": headers}, receive(*messages), limits or Limits())
+async def read(*messages, headers=JSON_TYPE, limits=None, take=lambda num_bytes: None):
+    return await read_json({"headers": headers}, receive(*messages), limits or Limits(), take)
 
 
 async def test_a_body_in_parts():
@@ -87,6 +87,23 @@ async def test_a_body_without_a_length_is_refused_at_the_limit():
     with pytest.raises(ApiError, match="more; at most 10") as raised:
         await read(part(b'{"a":', True), part(b"12345}", True), limits=limits)
     assert raised.value.status == 413
+
+
+async def test_bodies_of_all_requests_have_one_bound():
+    room = Room(20)
+    body = b'{"a": 12345}'
+    with room.share() as take:
+        assert await read(part(body), take=take) == {"a": 12345}
+        with room.share() as other, pytest.raises(ApiError) as told:
+            await read(part(body[:6], True), part(body[6:]), take=other)
+        assert told.value.status == 503
+        assert told.value.headers["Connection"] == "close"
+        assert int(told.value.headers["Retry-After"]) >= 1
+        # What was refused has given back the part that it had.
+        with room.share() as small:
+            assert await read(part(b'{"a": 1}'), take=small) == {"a": 1}
+    with room.share() as take:
+        assert await read(part(body), take=take) == {"a": 12345}
 
 
 async def test_a_slow_body():
