@@ -9,6 +9,9 @@ from clients.scripted_server import ScriptedServer, scripted_server
 
 from integration.servers import Server, running_server
 
+# What all languages are checked by says what differs, as a test does.
+pytest.register_assert_rewrite("clients.program_checks")
+
 
 @pytest.fixture
 def served() -> Iterator[ScriptedServer]:

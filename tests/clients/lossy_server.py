@@ -268,7 +268,11 @@ class Proxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(self._upstream)
+            try:
+                far = socket.create_connection(self._upstream)
+            except OSError:  # the server ends
+                near.close()
+                continue
             with self._lock:
                 self._sockets |= {near, far}
             for source, target in ((near, far), (far, near)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import deque
@@ -107,7 +108,11 @@ def joined(deltas: list[pb.Delta]) -> dict:
 
 def run(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
     command = [program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    # What the program itself says: gRPC's core logs a slow machine's doings in between.
+    env = {**os.environ, "GRPC_VERBOSITY": "NONE"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env
+    )
 
 
 def reader_command(program: Path, address: str, request, **settings) -> list:
