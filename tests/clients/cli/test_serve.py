@@ -122,15 +122,20 @@ def test_what_a_worker_refuses_is_told_in_its_words(checkpoint):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_it_is_ready_ends_it(checkpoint, signum):
-    server = start(str(checkpoint), "--port", "0")
-    try:
-        server.stderr.readline()  # the first stage of loading
-        server.send_signal(signum)
-        out, _ = server.communicate(timeout=TIMEOUT_S)
-    finally:
-        server.kill()
-        server.wait()
-    assert (server.returncode, out) == (0, "")
+    # On a busy machine it may be ready before we are: then once more.
+    for _ in range(5):
+        server = start(str(checkpoint), "--port", "0")
+        try:
+            server.stderr.readline()  # the first stage of loading
+            server.send_signal(signum)
+            out, _ = server.communicate(timeout=TIMEOUT_S)
+        finally:
+            server.kill()
+            server.wait()
+        assert server.returncode == 0
+        if not out:
+            break
+    assert out == ""
 
 
 def test_no_such_folder(slotwise):
@@ -241,12 +246,13 @@ def test_a_scheduler_that_is_killed_is_started_anew(checkpoint, tmp_path):
 
 def test_a_signal_to_all_processes_drains(tmp_path):
     """As systemd and others send it; one more to `serve` ends at once."""
-    make_checkpoint(tmp_path, "qwen3", tokenizer=True, max_position_embeddings=4096)
-    for is_hasty in (False, True):
-        server = start(str(tmp_path), "--port", "0", "--json")
+    make_checkpoint(tmp_path, "qwen3", tokenizer=True, max_position_embeddings=1 << 16)
+    # The second one has far more than it is left time for.
+    for is_hasty, num_tokens in ((False, 3000), (True, 60_000)):
+        server = start(str(tmp_path), "--port", "0", "--json", "--num-slots", "1")
         address = ready_event(server)["address"]
         with Client(address, reconnect=False) as client:
-            options = {"max_new_tokens": 3000, "ignore_eos": True, "seed": 1}
+            options = {"max_new_tokens": num_tokens, "ignore_eos": True, "seed": 1}
             stream = client.generate([5, 6], **options)
             tokens = 0
             while not tokens:
@@ -262,7 +268,7 @@ def test_a_signal_to_all_processes_drains(tmp_path):
                     list(stream)
             else:
                 tokens += sum(len(getattr(event, "token_ids", ())) for event in stream)
-                assert tokens == 3000
+                assert tokens == num_tokens
         server.communicate(timeout=TIMEOUT_S)
         assert server.returncode == 0
 
