@@ -249,7 +249,8 @@ def test_a_signal_to_all_processes_drains(tmp_path):
     make_checkpoint(tmp_path, "qwen3", tokenizer=True, max_position_embeddings=1 << 16)
     # The second one has far more than it is left time for.
     for is_hasty, num_tokens in ((False, 3000), (True, 60_000)):
-        server = start(str(tmp_path), "--port", "0", "--json", "--num-slots", "1")
+        sizes = ("--num-slots", "1", "--max-seq-len", "65536")
+        server = start(str(tmp_path), "--port", "0", "--json", *sizes)
         address = ready_event(server)["address"]
         with Client(address, reconnect=False) as client:
             options = {"max_new_tokens": num_tokens, "ignore_eos": True, "seed": 1}
