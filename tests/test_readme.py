@@ -139,11 +139,28 @@ def test_a_server_with_its_gateway():
     assert process.returncode == 0
 
 
-def test_every_link_leads_somewhere():
+def test_the_python_clients_page(servers, capsys):
+    page = (ROOT / "clients/python/README.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    run_python(code, servers)
+    printed = capsys.readouterr().out
+    streamed, cancelled, attached = re.split(r"(\[.*\])\nserving\n", printed)
+    assert "Paris" in streamed
+    assert "CANCELLED" in cancelled
+    answer, _, rest = attached.partition(" ends with ")
+    assert answer.endswith(rest.strip())
+    assert 0 < len(rest.strip()) < len(answer)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(str(p.relative_to(ROOT)) for p in ROOT.glob("clients/*/README.md"))]
+)
+def test_every_link_leads_somewhere(page):
+    text = (ROOT / page).read_text()
     anchors = {
         re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     }
-    assert set(re.findall(r"\]\(#([^)]*)\)", README)) - anchors == set()
-    for link in re.findall(r"\]\((?!#|http)([^)]*)\)", README):
-        assert (ROOT / link).exists(), link
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) - anchors == set()
+    for link in re.findall(r"\]\((?!#|http)([^)#]*)(?:#[^)]*)?\)", text):
+        assert ((ROOT / page).parent / link).exists(), link
