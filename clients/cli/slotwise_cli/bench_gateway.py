@@ -20,7 +20,7 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise_client import AsyncClient, Client, ModelInfo
 
 from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
-from .measure import Run, Spread, Timeline, Work, percentile
+from .measure import Run, Spread, Timeline, Work, summary
 from .output import CliError, Output, Report
 from .serve import (
     DeviceOption,
@@ -265,11 +265,8 @@ def _num_tokens(stream: bytes) -> int:
 
 
 def _summary(rounds: Sequence[_Round]) -> dict[str, Any]:
-    ttfts = [timeline.ttft_ms for one in rounds for timeline in one.run.timelines]
     return {
-        "tokens_per_s": asdict(Spread.of([one.run.tokens_per_s for one in rounds])),
-        "ttft_ms_p50": percentile(ttfts, 50),
-        "ttft_ms_p90": percentile(ttfts, 90),
+        **summary([one.run for one in rounds]),
         "client_cpu_us_per_token": asdict(
             Spread.of([one.client_cpu_s * 1e6 / one.num_tokens for one in rounds])
         ),

@@ -16,7 +16,7 @@ from rich.table import Table
 from slotwise_client import AsyncClient, Client, ModelInfo
 
 from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
-from .measure import Run, Spread, Work, percentile, run_once
+from .measure import Run, Spread, Work, run_once, summary
 from .output import Output, Report
 from .serve import (
     DeviceOption,
@@ -41,14 +41,6 @@ class _Rounds:
     @property
     def speeds(self) -> list[float]:
         return [run.tokens_per_s for run in self.runs]
-
-    def summary(self) -> dict[str, Any]:
-        ttfts = [timeline.ttft_ms for run in self.runs for timeline in run.timelines]
-        return {
-            "tokens_per_s": asdict(Spread.of(self.speeds)),
-            "ttft_ms_p50": percentile(ttfts, 50),
-            "ttft_ms_p90": percentile(ttfts, 90),
-        }
 
 
 def journal(
@@ -100,7 +92,7 @@ def journal(
         "new_tokens": new_tokens,
         "repeats": repeats,
         "pairs": pairs,
-        **{name: rounds.summary() for name, rounds in together.items()},
+        **{name: summary(rounds.runs) for name, rounds in together.items()},
         "cost_percent": asdict(
             _cost([(one[WITHOUT].speeds, one[WITH].speeds) for one in measured])
         ),

@@ -5,8 +5,9 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 from slotwise_client import AsyncClient, AsyncStream, Delta, Event, GenerateOptions, ModelInfo
 
@@ -218,6 +219,16 @@ def _by_difference(runs: Sequence[Run], firsts: Sequence[Run]) -> Spread | None:
         return None
     rates = [tokens / difference for difference in seconds]
     return Spread(rates[0], min(rates), max(rates))
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Rounds of one way, as a comparison's JSON has them; times are in ms."""
+    ttfts = [timeline.ttft_ms for run in runs for timeline in run.timelines]
+    return {
+        "tokens_per_s": asdict(Spread.of([run.tokens_per_s for run in runs])),
+        "ttft_ms_p50": percentile(ttfts, 50),
+        "ttft_ms_p90": percentile(ttfts, 90),
+    }
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
