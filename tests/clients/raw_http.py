@@ -165,6 +165,13 @@ async def ask(
         return await opened.answer()
 
 
+async def until_ready(address: tuple[str, int], status: int = 200) -> None:
+    """Until /ready of the gateway there says so; it hears of its server later than the test."""
+    async with asyncio.timeout(WAIT_S):
+        while (await ask(address, "GET", "/ready")).status != status:
+            pass
+
+
 def chunks_of(events: list[str]) -> list[dict[str, Any]]:
     """The JSON of a stream that ended well."""
     assert events[-1] == "[DONE]", events[-3:]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from clients.openai_gateway.in_process import gateway_for
-from clients.raw_http import ask, chunks_of, connection, request
+from clients.raw_http import ask, chunks_of, connection, request, until_ready
 from clients.scripted_server import (
     SERVICE,
     Script,
@@ -170,9 +170,7 @@ async def test_ready_and_models_while_the_server_is_not(served, address):
             assert "not ready" in answer.error["message"]
         assert (await ask(other, "GET", "/health")).status == 200
         served.health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        async with asyncio.timeout(30):
-            while (await ask(other, "GET", "/ready")).status != 200:
-                pass
+        await until_ready(other)
 
 
 async def test_metrics(served, address):

@@ -23,7 +23,7 @@ from clients.openai_gateway.streams import (
     start,
     token_ids,
 )
-from clients.raw_http import Connection, ask, chunks_of, connection, request
+from clients.raw_http import Connection, ask, chunks_of, connection, request, until_ready
 from tokenizer_files import write_model
 
 from integration.front import OPTIONS, WAIT_S, Front, running_front
@@ -323,7 +323,7 @@ async def test_b36_ready_when_the_server_is(front_model, tmp_path):
         await assert_not_ready(gateway)
         front.worker.step_gate.set()
         await starting
-        await until_ready(gateway)
+        await until_ready(gateway.host_port)
         models = await ask(gateway.host_port, "GET", "/v1/models")
         assert [model["id"] for model in models.json["data"]] == ["front-model"]
         answer = await ask(gateway.host_port, "POST", COMPLETIONS, completion(2))
@@ -345,12 +345,6 @@ async def assert_not_ready(gateway: Gateway) -> None:
         assert (answer.status, answer.error["type"]) == (503, "service_unavailable"), path
         assert int(answer.headers["retry-after"]) > 0
     assert (await ask(gateway.host_port, "GET", "/metrics")).status in (200, 503)
-
-
-async def until_ready(gateway: Gateway) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while (await ask(gateway.host_port, "GET", "/ready")).status != 200:
-            pass
 
 
 async def test_b36_a_server_that_is_not_there_yet(front_model, tmp_path):

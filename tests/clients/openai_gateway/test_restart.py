@@ -20,7 +20,7 @@ from clients.openai_gateway.streams import (
     start,
     token_ids,
 )
-from clients.raw_http import ask, chunks_of, connection
+from clients.raw_http import WAIT_S, ask, chunks_of, connection, until_ready
 
 from chaos.relay import Relay
 from fakes import CORRUPTED
@@ -73,9 +73,11 @@ async def test_streams_outlive_a_killed_server(server, chat_checkpoint, tmp_path
             whole = asyncio.ensure_future(ask(address, "POST", COMPLETIONS, body(NUM_STREAMS)))
             for event in seen:
                 await event.wait()
+            # What the server has not yet taken is refused when it is lost.
+            await until_all_decode(killed)
             os.kill(killed.process.pid, signal.SIGKILL)
             await asyncio.to_thread(killed.process.wait)
-            assert (await ask(gateway.host_port, "GET", "/ready")).status == 503
+            await until_ready(gateway.host_port, 503)
             assert (await ask(gateway.host_port, "GET", "/health")).status == 200
             second = running_server(chat_checkpoint, *flags, port=port)
             back = await asyncio.to_thread(second.__enter__)
@@ -84,11 +86,20 @@ async def test_streams_outlive_a_killed_server(server, chat_checkpoint, tmp_path
                 assert (await whole).json["choices"][0]["token_ids"] == want[NUM_STREAMS]
                 load = await asyncio.to_thread(back.stub.GetLoad, pb.GetLoadRequest())
                 assert load.num_resumed >= 1
-                assert (await ask(gateway.host_port, "GET", "/ready")).status == 200
+                await until_ready(gateway.host_port)
             finally:
                 await asyncio.to_thread(second.__exit__, None, None, None)
     finally:
         await asyncio.to_thread(first.__exit__, None, None, None)
+
+
+async def until_all_decode(server: Server) -> None:
+    """For long enough that the gateway was told that the server has taken them."""
+    num_decoding = 0
+    async with asyncio.timeout(WAIT_S):
+        while num_decoding < NUM_STREAMS + 1:
+            slots = (await asyncio.to_thread(server.stub.ListSlots, pb.ListSlotsRequest())).slots
+            num_decoding = sum(slot.generated_tokens >= 50 for slot in slots)
 
 
 async def read_whole(gateway: Gateway, seed: int, has_begun: asyncio.Event) -> list[int]:

@@ -19,7 +19,7 @@ from clients.openai_gateway.streams import (
     start,
     token_ids,
 )
-from clients.raw_http import Connection, ask, chunks_of, connection, request
+from clients.raw_http import Connection, ask, chunks_of, connection, request, until_ready
 from openai import APIError, AsyncOpenAI
 
 from integration.front import Front
@@ -43,11 +43,6 @@ async def eight_streams(
         yield streams
 
 
-async def until_draining(gateway: Gateway) -> None:
-    while (await ask(gateway.host_port, "GET", "/ready")).status == 200:
-        pass
-
-
 async def test_streams_end_whole_and_new_ones_go_elsewhere(front):
     async with (
         gateway_beside(front.address) as gateway,
@@ -60,7 +55,7 @@ async def test_streams_end_whole_and_new_ones_go_elsewhere(front):
             await whole.send(request("POST", COMPLETIONS, completion(5)))
             await front.until(lambda load: load.num_waiting == 1)
             gateway.terminate()
-            await until_draining(gateway)
+            await until_ready(gateway.host_port, 503)
             ready = await ask(gateway.host_port, "GET", "/ready")
             assert (ready.status, ready.error["type"]) == (503, "service_unavailable")
             assert "shuts down" in ready.error["message"]
@@ -115,7 +110,7 @@ async def test_a_second_signal_ends_at_once(front):
     async with gateway_beside(front.address, "--grace", "3600") as gateway:
         async with eight_streams(front, gateway, 1500) as streams:
             gateway.terminate()
-            await until_draining(gateway)
+            await until_ready(gateway.host_port, 503)
             gateway.terminate()
             for opened, events in streams:
                 # An error event or a broken connection, and no end that looks good.
@@ -144,7 +139,7 @@ async def test_the_servers_own_drain_reaches_the_clients(front, front_gateway):
     """New requests are told to go elsewhere; those that run end."""
     async with eight_streams(front, front_gateway, 1000) as streams:
         draining = asyncio.ensure_future(front.engine.drain(60))
-        await until_draining(front_gateway)
+        await until_ready(front_gateway.host_port, 503)
         refused = await ask(front_gateway.host_port, "POST", COMPLETIONS, completion(5))
         assert (refused.status, refused.error["type"]) == (503, "service_unavailable")
         front.release()

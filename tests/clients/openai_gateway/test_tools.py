@@ -13,7 +13,7 @@ import openai
 import pytest
 from clients.gateways import gateway_beside
 from clients.openai_gateway.streams import idle
-from clients.raw_http import ask
+from clients.raw_http import until_ready
 from openai import AsyncOpenAI
 
 from integration.front import Front, running_front
@@ -210,8 +210,7 @@ async def test_a_full_queue_and_a_server_that_drains(front_model, tmp_path):
         assert full.value.code == "queue_full"
         assert float(full.value.response.headers["retry-after"]) > 0
         draining = asyncio.ensure_future(front.engine.drain(60))
-        while (await ask(gateway.host_port, "GET", "/ready")).status == 200:
-            pass
+        await until_ready(gateway.host_port, 503)
         with pytest.raises(openai.InternalServerError) as refused:
             await client.completions.create(**asked)
         assert refused.value.status_code == 503
