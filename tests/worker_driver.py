@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from free_ports import fixed_port
 
 from worker.batch import (
     DecodeRow,
@@ -171,9 +171,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def free_address() -> str:
     """A local "host:port" that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{fixed_port()}"
 
 
 def on_ranks(world_size: int, work: Callable[[int], T]) -> list[T]:

@@ -9,7 +9,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from chaos.service import fixed_port, poll
+from free_ports import fixed_port
+
+from chaos.service import poll
 
 # One request of Check for the readiness name, as bytes of HTTP/2: preface, SETTINGS, HEADERS, DATA.
 # HAProxy 2.6 can only send them as they are.

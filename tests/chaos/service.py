@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import grpc
 import psutil
+from free_ports import fixed_port
 
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
@@ -31,18 +31,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-# Below the ports that the kernel gives to those who ask for any: while the server is down nobody
-# else can get its port, and a client that dials it cannot meet itself.
-_PORTS = range(20_000, 30_000)
-
-
-def fixed_port() -> int:
-    """A port of 127.0.0.1 that is free now, and that nobody gets by chance."""
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("100 ports were tried, all are in use")
 
 
 def dial(address: str) -> grpc.Channel:

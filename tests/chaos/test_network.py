@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import fixed_port
 
 from chaos.chaos import FLAGS, WORKER_TIMEOUT_S, Chaos, chaos_on
 from chaos.namespaces import Host, hosts, why_not
 from chaos.probes import NOT_SERVING
 from chaos.readers import make_requests
 from chaos.relay import Relay
-from chaos.service import Service, fixed_port
+from chaos.service import Service
 from checkpoints import make_checkpoint
 
 SEED = 7

@@ -18,6 +18,7 @@ import fake_server
 import grpc
 import psutil
 import pytest
+from free_ports import fixed_port
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizer_files import write_model
 
@@ -163,9 +164,7 @@ def test_the_process_for_trials_ends_with_the_server(model, worker, number):
 def test_health_answers_before_the_workers_are_there(model, tmp_path):
     """B36."""
     nowhere = f"unix:{tmp_path}/nobody.sock"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(fixed_port())
     command = ["-m", "scheduler_service", "--model", str(model), "--workers", nowhere]
     with program(*command, "--port", port) as running:
         running.wait_for_log("listening")

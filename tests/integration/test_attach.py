@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from free_ports import fixed_port
 
 from checkpoints import make_checkpoint
 from integration.servers import Server, running_server
@@ -34,12 +34,6 @@ def journalled_server(model: Path, journal: Path, port: int, *flags: str) -> Ite
     keep = ("--journal", str(journal), "--max-seq-len", "2048", "--num-slots", "4")
     with running_server(model, *keep, *flags, port=port) as server:
         yield server
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def request(name: str, **options) -> pb.GenerateRequest:
@@ -148,7 +142,7 @@ def test_a_stop_string_ends_what_nobody_reads(tiny_model):
 
 def test_a_killed_server_costs_nothing(tiny_model, tmp_path):
     """Running, unread, ended; greedy, with logprobs, with a stop string, under a constraint."""
-    port = free_port()
+    port = fixed_port()
     kinds = {
         "plain": {},
         "logprobs": {"logprobs": 3, "prompt_logprobs": 0},
@@ -180,7 +174,7 @@ def test_a_killed_server_costs_nothing(tiny_model, tmp_path):
 
 
 def test_what_a_drain_cuts_off_goes_on_after_the_restart(tiny_model, tmp_path):
-    port = free_port()
+    port = fixed_port()
     with journalled_server(tiny_model, tmp_path / "j", port, "--grace", "0.1") as server:
         want = read_whole(server, request("whole", max_new_tokens=2000))
         reader = start_and_lose(server, request("cut", max_new_tokens=2000), 10)
@@ -193,7 +187,7 @@ def test_what_a_drain_cuts_off_goes_on_after_the_restart(tiny_model, tmp_path):
 
 def test_replay(tiny_model, tmp_path):
     """The record, and the same tokens; after a restart too, but not on another set-up."""
-    port = free_port()
+    port = fixed_port()
     with journalled_server(tiny_model, tmp_path / "j", port) as server:
         want = read_whole(server, request("first"))
         record, tokens = replayed(server, "first")

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from free_ports import fixed_port
 
 from checkpoints import make_checkpoint
 from integration.servers import Server, running_server
@@ -37,9 +37,7 @@ class Replaced:
     """A server on a fixed port whose process is ended by a signal and started again."""
 
     def __init__(self, model: Path, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = fixed_port()
         self._model, self._flags = model, flags
         self._stack = contextlib.ExitStack()
         self.server = self._start()
