@@ -42,7 +42,7 @@ from scheduler_service.request import (
 from scheduler_service.service import Accepting, InferenceService, Survival, load_model
 
 ME = Caller()
-WAIT_S = 20
+WAIT_S = 60
 END = FinishedEvent("r", FinishReason.LENGTH, 1, 0, 1, 2, 3, 4)
 
 
@@ -98,6 +98,11 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  (a timer of the service fires, and tells nobody)
             await asyncio.sleep(0.01)
+
+
+def open_journal(folder):
+    """With time for a slow disk: what is late is not in it."""
+    return Journal.open(folder, max_bytes=1 << 20, retention_s=3600.0, accept_timeout_s=WAIT_S)
 
 
 def attach(service, call_id, caller, asked, places):
@@ -460,7 +465,7 @@ def recorded(known, *answers: AnswerLog):
 
 async def test_a_former_lifes_request_goes_on(service, engine, model):
     a, b, c = ids(model, "abc")
-    asked = call(attach_window_s=1.0)
+    asked = call(attach_window_s=9.0)
     async with await service.begin(asked, accepting()):
         pass
     known = service.find("r", ME)
@@ -559,7 +564,7 @@ async def test_an_attached_reader_that_leaves_has_no_deadline(service, engine):
 async def test_an_end_is_in_the_journal_unless_the_next_life_goes_on(
     model, engine, tmp_path, is_stopping
 ):
-    journal, _ = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal, _ = open_journal(tmp_path)
     service = InferenceService(model, engine, Survival(journal))
     async with await service.begin(call(), accepting()) as generation:
         assert await generation.is_journaled()
@@ -567,13 +572,13 @@ async def test_an_end_is_in_the_journal_unless_the_next_life_goes_on(
             service.calls.stop()
         engine.finish(FinishReason.ERROR, message="lost", status="UNAVAILABLE")
     journal.close()
-    journal, (found,) = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal, (found,) = open_journal(tmp_path)
     journal.close()
     assert (found.ended_unix_ns is None) == is_stopping
 
 
 async def test_what_an_attached_reader_is_told_is_written_down(model, engine, tmp_path):
-    journal, _ = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal, _ = open_journal(tmp_path)
     service = InferenceService(model, engine, Survival(journal, retention_s=0.01))
     asked, (a, b) = call(), ids(model, "ab")
     async with await service.begin(asked, accepting()) as generation:
@@ -585,7 +590,7 @@ async def test_what_an_attached_reader_is_told_is_written_down(model, engine, tm
             journal.close()
             engine.finish(FinishReason.LENGTH, 2)
     await until(lambda: not is_known(service, "r"))
-    journal, (found,) = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal, (found,) = open_journal(tmp_path)
     journal.close()
     assert list(found.answers[0].token_ids) == [a, b]
 
@@ -603,7 +608,7 @@ async def test_of_what_has_expired_the_latest_is_remembered(model, engine, monke
 
 
 async def test_what_made_room_for_others_leaves_the_journal(model, engine, tmp_path):
-    journal, _ = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal, _ = open_journal(tmp_path)
     service = InferenceService(model, engine, Survival(journal, max_kept_bytes=3000))
     for name in ("one", "two"):
         asked = replace(call(), request_id=name)
@@ -611,7 +616,7 @@ async def test_what_made_room_for_others_leaves_the_journal(model, engine, tmp_p
             assert await generation.is_journaled()
             engine.stream.push(replace(END, request_id=name))
     journal.close()
-    journal, calls = Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+    journal, calls = open_journal(tmp_path)
     journal.close()
     assert [one.record.call_id for one in calls] == ["two"]
 
@@ -661,10 +666,11 @@ async def test_prompt_logprobs_that_a_former_life_told_are_known(service, engine
 
 
 async def test_a_deadline_is_recorded_on_the_wall_clock(service, engine):
+    before = time.time_ns()
     async with await service.begin(call(), accepting(engine.clock_ns + 5 * 10**9)):
         record = service.find("r", ME).record
     left_ns = record.deadline_unix_ns - record.accepted_unix_ns
-    assert abs(record.accepted_unix_ns - time.time_ns()) < 10 * 10**9
+    assert before - 10**9 < record.accepted_unix_ns < time.time_ns() + 10**9
     assert left_ns == 5 * 10**9
 
 
@@ -673,10 +679,10 @@ async def test_a_deadline_outlives_the_server_and_no_clock_lengthens_it(
     service, engine, set_back_s
 ):
     then_ns = time.time_ns() + set_back_s * 10**9
-    times = {"accepted_unix_ns": then_ns, "deadline_unix_ns": then_ns + 5 * 10**9}
+    times = {"accepted_unix_ns": then_ns, "deadline_unix_ns": then_ns + 500 * 10**9}
     found, asked = await former(service, **times)
     await service.resume(found, asked)
-    assert 0 < engine.requests[-1].deadline_ns - engine.clock_ns <= 5 * 10**9
+    assert 0 < engine.requests[-1].deadline_ns - engine.clock_ns <= 500 * 10**9
     service.calls.close()
 
 

@@ -74,7 +74,9 @@ def tokens(first_index, *token_ids, call_id="a"):
     return TokenEvent(call_id, first_index, token_ids)
 
 
-def open_journal(folder, *, max_bytes=64 * MIB, retention_s=60.0, accept_timeout_s=30.0, **others):
+def open_journal(
+    folder, *, max_bytes=64 * MIB, retention_s=3600.0, accept_timeout_s=60.0, **others
+):
     return Journal.open(
         folder,
         max_bytes=max_bytes,
@@ -102,13 +104,18 @@ def recorded(folder, **options):
 
 
 async def until(condition):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (in a thread)
             await asyncio.sleep(0.002)
 
 
 async def is_state(journal, state):
     await until(lambda: journal.state is state)
+
+
+async def has_failed(caplog):
+    """It may work again before anybody looks at its state."""
+    await until(lambda: "served without it" in caplog.text)
 
 
 async def is_written(journal):
@@ -141,14 +148,16 @@ async def test_a_call_comes_back_as_it_was(tmp_path):
 
 
 async def test_it_is_ended_when_all_of_its_answers_are(tmp_path):
+    before = time.time_ns()
     with journal_of(tmp_path) as journal:
         await journal.accept(record(num_answers=2))
         for index in (1, 0):
             journal.add("a", index, end("a", index))
-        before = time.time_ns()
+    after = time.time_ns()
     found = recorded(tmp_path)["a"]
     assert found.answers[1].end == end("a", 1)
-    assert abs(found.ended_unix_ns - before) < 30e9
+    # Another clock than this one goes on with it; they may differ a little.
+    assert before - 30e9 < found.ended_unix_ns < after + 30e9
 
 
 numbers = st.floats(allow_nan=False, width=32)
@@ -401,7 +410,7 @@ async def test_a_fault_of_ours_does_not_end_the_thread(tmp_path, monkeypatch, ca
         with monkeypatch.context() as patched:
             patched.setattr(journal_writer, "_pieces", lambda job: 1 / 0)
             journal.add("a", 0, tokens(0, 1))
-            await is_state(journal, JournalState.FAILING)
+            await has_failed(caplog)
         await is_state(journal, JournalState.ON)
         assert await journal.accept(record("b"))
     assert "ZeroDivisionError" in caplog.text
@@ -422,8 +431,7 @@ async def test_nothing_is_kept_in_memory_of_what_has_ended(tmp_path):
         journal.add("a", 0, end())
         await until(lambda: not journal._running)
         assert not journal._waiting
-        await is_written(journal)
-        assert not journal._writer._running
+        await until(lambda: not journal._writer._running)
 
 
 async def test_a_restarted_calls_pieces_are_found_when_it_is_forgotten(tmp_path):
@@ -779,7 +787,7 @@ async def test_a_file_that_is_damaged_while_it_is_open(tmp_path, monkeypatch, ca
         with monkeypatch.context() as patched:
             patched.setattr(journal_file.JournalFile, "add_pieces", corrupt)
             journal.add("old", 0, tokens(0, 1))
-            await is_state(journal, JournalState.FAILING)
+            await has_failed(caplog)
         await is_state(journal, JournalState.ON)
         assert await journal.accept(record("new"))
     assert len(kept_aside(tmp_path)) == 1
@@ -1106,7 +1114,7 @@ async def call(journal, name):
 
 async def live(life):
     journal, _ = Journal.open(
-        Path(sys.argv[1]), max_bytes=8 << 20, retention_s=600, accept_timeout_s=30
+        Path(sys.argv[1]), max_bytes=8 << 20, retention_s=3600, accept_timeout_s=60
     )
     at = 0
     while True:

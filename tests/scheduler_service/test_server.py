@@ -22,6 +22,8 @@ from scheduler_service.server import InferenceServicer, resume_calls
 from scheduler_service.service import Accepting, InferenceService, Survival, load_model
 from slotwise.v1 import inference_pb2 as pb
 
+WAIT_S = 60
+
 
 class GoneContext:
     """Of a call whose client is gone, before its handler was told."""
@@ -93,18 +95,20 @@ async def test_who_reads_nothing_is_cut_off(model, how):
         work = getattr(servicer, how)(kind(request_id="r"), FullContext())
     running = asyncio.create_task(work)
     if how == "Generate":
-        while engine.stream is None:  # noqa: ASYNC110 (the servicer submits, and tells nobody)
-            await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            while engine.stream is None:  # noqa: ASYNC110 (the servicer submits, and tells nobody)
+                await asyncio.sleep(0)
         engine.finish(FinishReason.LENGTH)
     with pytest.raises(RuntimeError, match=r"ABORTED.*0\.02 s"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             await running
     assert service.num_slow_readers == 1
 
 
 async def test_a_request_that_this_server_cannot_run_leaves_the_journal(model, tmp_path):
     def opened():
-        return Journal.open(tmp_path, max_bytes=1 << 20, retention_s=60.0)
+        options = {"max_bytes": 1 << 20, "retention_s": 3600.0, "accept_timeout_s": WAIT_S}
+        return Journal.open(tmp_path, **options)
 
     journal, _ = opened()
     service = InferenceService(model, FakeEngine(), Survival(journal))
@@ -126,17 +130,17 @@ async def test_a_request_that_this_server_cannot_run_leaves_the_journal(model, t
 
 async def test_what_had_ended_is_forgotten_in_the_order_of_its_end(model):
     """Not in that of its acceptance, in which the journal gives it."""
-    service = InferenceService(model, FakeEngine(), Survival(retention_s=60.0))
+    service = InferenceService(model, FakeEngine(), Survival(retention_s=3600.0))
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), request_id="r")
     call, kept = messages.generate_call(request), messages.take_kept(request)
     generation = await service.begin(call, Accepting(Caller(), kept))
     now_ns, left = time.time_ns(), []
-    for name, ended_s_ago in (("first", 1.0), ("second", 59.9)):
+    for name, ended_s_ago in (("first", 1.0), ("second", 3599.9)):
         record = replace(generation.call.record, call_id=name)
         log = AnswerLog(end=FinishedEvent(name, FinishReason.LENGTH, 1, 0, 1, 2, 3, 4))
         left.append(RecordedCall(record, [log], now_ns - int(ended_s_ago * 1e9)))
     await resume_calls(service, left)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while is_known(service, "second"):  # noqa: ASYNC110 (a timer, which tells nobody)
             await asyncio.sleep(0.01)
     assert is_known(service, "first")
