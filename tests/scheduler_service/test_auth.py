@@ -30,7 +30,7 @@ ENTRIES = [
     {"name": "bob", "token_sha256": hashlib.sha256(OPERATOR.encode()).hexdigest().upper()}
     | {"operator": True},
 ]
-WAIT_S = 30
+WAIT_S = 60
 
 
 def write(folder: Path, content: object, name: str = "tokens.json") -> Path:

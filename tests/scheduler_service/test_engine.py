@@ -33,7 +33,7 @@ from scheduler_service.request import (
 from scheduler_service.step import PrefillChunk
 from scheduler_service.worker_group import GroupStarter
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 class Rig:
@@ -213,7 +213,7 @@ async def test_a_worker_that_dies_while_idle_is_noticed(tmp_path):
 
 
 async def test_b35_a_wedged_worker_is_noticed(tmp_path):
-    async with running(tmp_path, worker_timeout_s=0.3) as rig:
+    async with running(tmp_path, worker_timeout_s=1.0) as rig:
         request = make_request("a", (1, 2), 150)
         stream = rig.engine.submit([request])
         head = await read_some(stream, 3)
@@ -225,7 +225,7 @@ async def test_b35_a_wedged_worker_is_noticed(tmp_path):
 
 
 async def test_b35_idle_is_not_silence(tmp_path):
-    async with running(tmp_path, worker_timeout_s=0.05) as rig:
+    async with running(tmp_path, worker_timeout_s=1.0) as rig:
         await read(rig.engine.submit([make_request("a")]))
         assert rig.engine.load().engine_silence_ns == 0
         watch = rig.engine._loop._silence
@@ -267,7 +267,7 @@ async def test_a_token_outside_the_vocabulary_is_not_released(tmp_path, caplog):
 
 
 async def test_results_of_an_old_epoch_are_dropped(tmp_path):
-    async with running(tmp_path, worker_timeout_s=0.3) as rig:
+    async with running(tmp_path, worker_timeout_s=1.0) as rig:
         rig.workers[0].wrong_epoch = True
         request = make_request("a", (1, 2), 20)
         tokens, _ = await read(rig.engine.submit([request]))
@@ -276,7 +276,7 @@ async def test_results_of_an_old_epoch_are_dropped(tmp_path):
 
 
 async def test_a_recovery_past_its_bound_ends_requests_and_goes_on_trying(tmp_path):
-    async with running(tmp_path, recovery_timeout_s=0.2) as rig:
+    async with running(tmp_path, recovery_timeout_s=2.0) as rig:
         running_stream = rig.engine.submit([make_request("a", (1, 2), 200)])
         await read_some(running_stream, 2)
         await rig.workers[0].die()
@@ -287,7 +287,7 @@ async def test_a_recovery_past_its_bound_ends_requests_and_goes_on_trying(tmp_pa
             async for event in stream:
                 last = event
             assert (last.reason, last.status) == (FinishReason.ERROR, "UNAVAILABLE")
-            assert "0.2 s" in last.message
+            assert "within 2 s" in last.message
         with pytest.raises(UnavailableError, match="have not come back"):
             rig.engine.submit([make_request("b")])
         await rig.workers[0].start()
@@ -367,7 +367,7 @@ async def test_ranks_that_disagree_are_fatal(tmp_path):
 
 
 async def test_workers_that_come_late_are_waited_for(tmp_path):
-    rig = Rig(tmp_path, connect_timeout_s=0.1)
+    rig = Rig(tmp_path, connect_timeout_s=0.5)
     start = asyncio.create_task(rig.engine.start())
     try:
         first = rig.engine._starter.epoch
@@ -772,7 +772,7 @@ async def test_an_engine_stops_while_a_constraint_is_at_work(tmp_path):
 
 
 async def test_a_recovery_leaves_nothing_of_its_bound_and_of_the_silence(tmp_path):
-    async with running(tmp_path, recovery_timeout_s=1.0) as rig:
+    async with running(tmp_path, recovery_timeout_s=2.0) as rig:
         stream = rig.engine.submit([make_request("a", (1, 2), 200)])
         await read_some(stream, 2)
         await rig.workers[0].die()
@@ -782,7 +782,7 @@ async def test_a_recovery_leaves_nothing_of_its_bound_and_of_the_silence(tmp_pat
         await rig.until_state(EngineState.READY)
         load = rig.engine.load()
         assert (load.num_recoveries, load.engine_silence_ns) == (1, 0)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.2)
         assert rig.engine.state is EngineState.READY
 
 

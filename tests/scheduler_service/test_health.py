@@ -12,7 +12,7 @@ from scheduler_service.health import READINESS, HealthService
 
 Response = health_pb2.HealthCheckResponse
 RANKS = ["slotwise.worker/0", "slotwise.worker/1"]
-WAIT_S = 30
+WAIT_S = 60
 
 
 @pytest.fixture

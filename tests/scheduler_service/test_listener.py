@@ -62,7 +62,7 @@ async def test_reflection_lists_all_services(server):
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo(timeout=30)
+        call = stub.ServerReflectionInfo(timeout=60)
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         names = {service.name for service in answer.list_services_response.service}
@@ -95,7 +95,7 @@ def connection(address: str) -> grpc.aio.Channel:
 async def echo(channel: grpc.aio.Channel, **options) -> str:
     """The status of a call, and its words."""
     try:
-        await channel.unary_unary("/test.Echo/Echo")(b"hello", timeout=30, **options)
+        await channel.unary_unary("/test.Echo/Echo")(b"hello", timeout=60, **options)
     except grpc.aio.AioRpcError as error:
         return f"{error.code().name}: {error.details()}"
     return "OK"

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from scheduler_service.health import HealthService
 from scheduler_service.readable import Readable
 
-WAIT_S = 30
+WAIT_S = 60
 NOT_A_MESSAGE = [b"\xff\xff\xff", b"\x0a\x05abc"]
 NOT_TEXT = b"\x0a\x02\xff\xfe"
 HEALTH = "/grpc.health.v1.Health/"

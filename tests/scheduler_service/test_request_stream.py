@@ -50,7 +50,7 @@ async def test_a_reader_waits_for_events():
     await asyncio.sleep(0)
     assert not reader.done()
     streams.tell([end("a")])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await reader == end("a")
 
 
@@ -65,7 +65,7 @@ async def test_waiting_for_all_to_end():
     assert not waiter.done()
     assert [request.request_id for request in streams.requests()] == ["b"]
     streams.tell([end("b")])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await waiter
     assert len(streams) == 0
 

@@ -15,7 +15,7 @@ from scheduler_service.health import HealthService
 from scheduler_service.listener import bind, make_server
 from scheduler_service.tls import server_credentials, worker_credentials
 
-WAIT_S = 30
+WAIT_S = 60
 
 
 @pytest.fixture

@@ -65,12 +65,12 @@ async def test_a_lost_rank_is_named_at_once_and_ever_after(tmp_path):
     config = EngineConfig(world_size=2, num_slots=1, max_seq_len=16)
     pool = WorkerPool(config, [server.address for server in servers], epoch=3)
     try:
-        await pool.connect(lambda progress: None, connect_timeout_s=20)
+        await pool.connect(lambda progress: None, PATIENCE_S)
         servers[0].hang()
         pool.send(warm_up_commands(3, 16)[0])
         await servers[1].die()
         for _ in range(2):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(WorkerLostError, match=r"^worker 1: ") as caught:
                     await pool.receive()
         assert caught.value.rank == 1
@@ -87,7 +87,7 @@ async def test_a_rank_that_says_nothing_while_it_starts(tmp_path):
     pool = WorkerPool(EngineConfig(worker_timeout_s=0.05), [server.address], epoch=1)
     try:
         with pytest.raises(WorkerLostError, match=r"said nothing for 0.05 s of its start"):
-            await pool.connect(lambda progress: None, connect_timeout_s=20)
+            await pool.connect(lambda progress: None, PATIENCE_S)
     finally:
         server.load_gate.set()
         await pool.close()
@@ -107,9 +107,9 @@ async def test_a_second_stream_is_refused_with_the_workers_words(tmp_path):
     await server.start()
     pools = [WorkerPool(EngineConfig(), [server.address], epoch) for epoch in (1, 2)]
     try:
-        await pools[0].connect(lambda progress: None, 20)
+        await pools[0].connect(lambda progress: None, PATIENCE_S)
         with pytest.raises(WorkerLostError, match="ALREADY_EXISTS: a stream is open"):
-            await pools[1].connect(lambda progress: None, 20)
+            await pools[1].connect(lambda progress: None, PATIENCE_S)
     finally:
         for pool in pools:
             await pool.close()
