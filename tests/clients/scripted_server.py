@@ -19,6 +19,8 @@ from slotwise.v1 import inference_pb2_grpc as rpc
 
 SERVICE = "slotwise.v1.Inference"
 WORDS = ("The", " capital", " is", " Paris", ".")
+# What is blocked goes on after this: later than any test has stopped waiting for its end.
+BLOCKED_S = 150
 
 
 THOUGHT = pb.Delta(reasoning_text="Let me see.")
@@ -66,7 +68,7 @@ class Script(rpc.InferenceServicer):
                 yield self._response(request, delta=delta)
             if self.blocked:
                 self.first_delta.set()
-                self.ended.wait(30)
+                self.ended.wait(BLOCKED_S)
                 return
         for index in range(request.n or 1):
             yield self._response(request, finished=finished(index))

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
-from clients.scripted_server import Script, scripted_server
+from clients.scripted_server import BLOCKED_S, Script, scripted_server
 
 from slotwise.v1 import inference_pb2 as pb
 from slotwise_cli import bench_chat
@@ -59,7 +59,7 @@ class CachingScript(Script):
         yield self._response(request, delta=pb.Delta(token_ids=ids, text=text))
         if self.blocked and request.max_new_tokens > 100:
             context.add_callback(self.ended.set)
-            self.ended.wait(30)
+            self.ended.wait(BLOCKED_S)
             return
         usage = pb.Usage(prompt_tokens=len(prompt), cached_tokens=cached)
         yield self._response(request, finished=pb.Finished(usage=usage))
@@ -188,7 +188,7 @@ def test_a_prefix_of_a_busy_slot(slotwise, caching):
     assert part["copied_tokens"] == 30
     assert part["cold"]["prompt_tokens"] == 30
     # The busy one was dropped at the end.
-    assert caching.script.ended.wait(20)
+    assert caching.script.ended.wait(60)
 
 
 def test_a_slot_that_is_not_busy_any_more_is_an_error(slotwise, caching):

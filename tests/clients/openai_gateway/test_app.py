@@ -9,6 +9,7 @@ import pytest
 from clients.openai_gateway.in_process import gateway_for
 from clients.raw_http import ask, chunks_of, connection, request, until_ready
 from clients.scripted_server import (
+    BLOCKED_S,
     SERVICE,
     Script,
     bad_field,
@@ -271,7 +272,7 @@ async def test_what_the_server_has_not_taken_when_it_is_lost(served):
         def Generate(self, request, context):  # noqa: N802
             self.first_delta.set()
             context.add_callback(self.ended.set)
-            self.ended.wait(30)
+            self.ended.wait(BLOCKED_S)
             yield from ()
 
     with scripted_server(Never()) as server:

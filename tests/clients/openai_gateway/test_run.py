@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from clients.openai_gateway.test_chat import read as read_a_chat
 from clients.openai_gateway.test_completions import read
-from clients.scripted_server import Script, bad_field, scripted_server
+from clients.scripted_server import BLOCKED_S, Script, bad_field, scripted_server
 
 from slotwise_client import Finished
 from slotwise_gateway.config import Config
@@ -51,7 +51,7 @@ async def test_a_prompt_that_is_refused_ends_the_others():
     class OneIsBad(Script):
         def Generate(self, request, context):  # noqa: N802
             if request.text == "bad":
-                self.first_delta.wait(30)
+                self.first_delta.wait(BLOCKED_S)
                 self.error = bad_field("text", "is bad")
             yield from super().Generate(request, context)
 
