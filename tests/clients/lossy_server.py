@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 from clients.scripted_server import (
+    BLOCKED_S,
     Script,
     ScriptedServer,
     bad_field,
@@ -156,7 +157,7 @@ class LossyScript(Script):
             yield pb.GenerateResponse(request_id=request.request_id, **message)
             if self.blocked and "delta" in message:
                 self.first_delta.set()
-                self.ended.wait(30)
+                self.ended.wait(BLOCKED_S)
         if fault is not None and fault.cancels:
             for index in range(len(begins)):
                 end = pb.Finished(index=index, finish_reason=pb.FINISH_REASON_CANCELLED)
@@ -182,7 +183,7 @@ class LossyScript(Script):
         context.add_callback(gone.set)
         for break_connection in self.break_connections:
             break_connection()
-        gone.wait(30)
+        gone.wait(BLOCKED_S)
 
     def _messages(self, request, first, begins, prompt_begin, joined) -> Iterator[dict]:
         yield {"accepted": first}
@@ -237,11 +238,17 @@ class LossyScript(Script):
 
 
 class Proxy:
-    """A port in front of a server, whose connections can be broken and which can be shut."""
+    """A port in front of a server, whose connections can be broken and which can be shut.
 
-    def __init__(self, upstream: str) -> None:
+    cut_after: each connection breaks by itself when it has brought so many bytes of the server's,
+    however fast either side is. `num_cuts` counts these.
+    """
+
+    def __init__(self, upstream: str, cut_after: int | None = None) -> None:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host, int(port))
+        self._cut_after = cut_after
+        self.num_cuts = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
@@ -275,19 +282,21 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {near, far}
-            for source, target in ((near, far), (far, near)):
-                threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+            for way in ((near, far, None), (far, near, self._cut_after)):
+                threading.Thread(target=self._pump, args=way, daemon=True).start()
 
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    try:
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    except OSError:
-        pass
-    for one in (source, target):
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+    def _pump(self, source: socket.socket, target: socket.socket, left: int | None) -> None:
+        try:
+            while data := source.recv(1 << 16 if left is None else left):
+                target.sendall(data)
+                if left is not None:
+                    left -= len(data)
+                    self.num_cuts += not left
+        except OSError:
+            pass
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

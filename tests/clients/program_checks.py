@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,15 +27,16 @@ from clients.lossy_server import (
     SLOW,
     SUPERSEDED,
     Fault,
+    Proxy,
 )
-from clients.scripted_server import SERVICE, queue_full, scripted_server
+from clients.scripted_server import SERVICE, queue_full
 from google.rpc import code_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
 from chaos.relay import Relay
 from integration.streams import Generation
 from slotwise.v1 import inference_pb2 as pb
-from slotwise_client import Client, Delta
+from slotwise_client import Client, Counters, Delta
 
 TIMEOUT_S = 120
 QUESTION = "What is the capital of France?"
@@ -148,12 +151,14 @@ class Reader:
         return wanted
 
 
-def until_idle(client: Client) -> None:
-    for _ in range(10_000):
+def until_idle(client: Client) -> Counters:
+    """What the server counts then."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
         load = client.load()
         if load.num_running == load.num_waiting == 0:
-            return
-    raise AssertionError(f"still busy: {load}")
+            return load.requests
+        assert time.monotonic() < deadline, f"still busy: {load}"
 
 
 def endless(request_id: str, max_new_tokens: int = 60_000) -> pb.GenerateRequest:
@@ -197,9 +202,11 @@ class ProgramChecks:
             yield client
 
     @pytest.fixture
-    def closed_port(self) -> str:
-        with scripted_server() as server:
-            return server.address
+    def closed_port(self) -> Iterator[str]:
+        # Held all the time, so that nobody else listens there.
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            yield f"127.0.0.1:{held.getsockname()[1]}"
 
     # The examples
 
@@ -233,12 +240,10 @@ class ProgramChecks:
         assert lossy.script.cancelled == [said.strip()]
         assert text == " 100"
 
-        until_idle(small_client)
-        cancelled = small_client.load().requests.cancelled
+        cancelled = until_idle(small_client).cancelled
         done = run(programs / "cancel", small_client.target, QUESTION, 1)
         assert done.returncode == 0, done.stderr
-        until_idle(small_client)
-        assert small_client.load().requests.cancelled == cancelled + 1
+        assert until_idle(small_client).cancelled == cancelled + 1
 
     def test_health_says_what_the_server_says(self, programs, served, small_server):
         assert run(programs / "health", small_server.address).returncode == 0
@@ -318,11 +323,12 @@ class ProgramChecks:
         assert token not in done.stdout
 
     def test_a_dropped_stream_ends_its_request(self, reader, small_server, small_client):
-        until_idle(small_client)
+        before = until_idle(small_client)
         with reader.start(small_server.address, endless("dropped"), drop_after=3) as process:
             lines = [process.stdout.readline() for _ in range(4)]
             assert lines[-1] == "dropped\n"
-            until_idle(small_client)
+            # Not that it has come to its own end meanwhile.
+            assert until_idle(small_client).length == before.length
             assert small_client.load().num_unread == 0
             process.stdin.close()
 
@@ -357,14 +363,14 @@ class ProgramChecks:
             note(request, context)
 
         lossy.script._note = note_time
-        told = reader.read(lossy.address, settings={"timeout_ms": 500})
+        told = reader.read(lossy.address, settings={"timeout_ms": 2000})
         assert told.error.code == "DEADLINE_EXCEEDED"
         # gRPC rounds it up by less than a millisecond; without one this is None.
-        assert [seconds < 1 for seconds in left] == [True]
+        assert [seconds < 2.1 for seconds in left] == [True]
 
     def test_a_deadline_ends_the_tries_and_says_why(self, reader, lossy):
         lossy.script.faults = deque([Fault(3, LOST), *([Fault(0, LOST)] * 100)])
-        told = reader.read(lossy.address, settings={"timeout_ms": 500})
+        told = reader.read(lossy.address, settings={"timeout_ms": 2000})
         assert told.error.code == "DEADLINE_EXCEEDED"
         assert "Socket closed" in told.error.message
 
@@ -381,18 +387,21 @@ class ProgramChecks:
         wanted = Generation()
         for response in small_server.stub.Generate(endless("whole", 4000), timeout=TIMEOUT_S):
             wanted.add(response)
-        host, _, port = small_server.address.rpartition(":")
+        # On a busy machine all may have come before a reset: the proxy does not wait for us.
+        proxy = Proxy(small_server.address, cut_after=3000)
+        host, _, port = proxy.address.rpartition(":")
         relay = Relay((host, int(port)))
         try:
-            lines, num_cuts = [], 0
+            lines, num_resets = [], 0
             with reader.start(relay.address, endless("cut", 4000)) as process:
                 for line in process.stdout:
                     lines.append(line)
                     if len(lines) % 20 == 3:
-                        num_cuts += relay.cut() > 0
+                        num_resets += relay.cut() > 0
         finally:
             relay.close()
-        assert num_cuts >= 3
+            proxy.close()
+        assert proxy.num_cuts + num_resets >= 3
         told = Told.of("".join(lines)).summary()["choices"][0]
         assert told["ids"] == wanted.token_ids
         assert told["text"] == wanted.text
@@ -544,10 +553,10 @@ class ProgramChecks:
 
     def test_a_loss_that_lasts_is_an_error_after_the_bound(self, reader, lossy):
         lossy.script.faults = deque([Fault(3, LOST), *([Fault(0, LOST)] * 100)])
-        told = reader.read(lossy.address, settings={"reconnect_ms": 600})
+        told = reader.read(lossy.address, settings={"reconnect_ms": 3000})
         assert told.error.code == "UNAVAILABLE"
-        # After 0.1 and 0.2 s; 0.4 s more are too long.
-        assert lossy.script.calls == ["Generate", "Attach 2", "Attach 2"]
+        # After 0.1, 0.2, 0.4 and 0.8 s; 1.6 s more are too long. The tries may last as long.
+        assert lossy.script.calls == ["Generate", *["Attach 2"] * 4]
 
     def test_attach_begins_where_it_is_told_and_goes_on(self, reader, lossy):
         reader.read(lossy.address, request_id="mine", n=2)
