@@ -39,7 +39,7 @@ from slotwise_client import (
     UnavailableError,
 )
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from clients.scripted_server import scripted_server
 
 from slotwise_client import AsyncClient, Client, TlsOptions, UnavailableError
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 @pytest.fixture
