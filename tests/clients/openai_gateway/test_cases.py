@@ -349,11 +349,11 @@ async def assert_not_ready(gateway: Gateway) -> None:
 
 async def test_b36_a_server_that_is_not_there_yet(front_model, tmp_path):
     """The gateway may be started first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    async with gateway_beside(address) as gateway:
-        await assert_not_ready(gateway)
+    # Held all the time, so that nobody else listens there.
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        async with gateway_beside(f"127.0.0.1:{held.getsockname()[1]}") as gateway:
+            await assert_not_ready(gateway)
 
 
 # B39: big messages.

@@ -11,6 +11,9 @@ from clients.raw_http import connection, request
 from slotwise_gateway import connection as connections
 from slotwise_gateway.config import Config, Limits
 
+# For headers, of which the first come in time on a busy machine too.
+IN_TIME_S = 0.5
+
 
 async def send_for_ever(opened) -> None:
     while True:
@@ -108,7 +111,8 @@ async def test_headers_that_do_not_come(sent):
 
 
 async def test_headers_that_do_not_come_behind_a_request():
-    async with served(Echo(), limits(headers_s=0.05)) as address, connection(address) as opened:
+    config = limits(headers_s=IN_TIME_S)
+    async with served(Echo(), config) as address, connection(address) as opened:
         await opened.send(request("GET", "/x"))
         assert (await opened.answer()).status == 200
         await opened.send(b"GET /y HTTP/1.1\r\n")
@@ -118,7 +122,7 @@ async def test_headers_that_do_not_come_behind_a_request():
 
 async def test_line_breaks_keep_no_connection_open():
     """They belong to no request, and uvicorn would wait behind them for ever."""
-    config = limits(headers_s=0.05)
+    config = limits(headers_s=IN_TIME_S)
     async with served(Echo(), config) as address, connection(address) as opened:
         await opened.send(request("GET", "/x"))
         assert (await opened.answer()).status == 200
@@ -128,7 +132,7 @@ async def test_line_breaks_keep_no_connection_open():
 
 
 async def test_headers_that_do_not_come_behind_a_request_that_runs():
-    echo, config = Echo(), limits(headers_s=0.05)
+    echo, config = Echo(), limits(headers_s=IN_TIME_S)
     async with served(echo, config) as address, connection(address) as opened:
         await opened.send(request("GET", "/wait") + b"GET /x HTTP/1.1\r\nA:")
         assert await opened.at_end()
@@ -185,8 +189,9 @@ async def test_more_connections_than_are_allowed():
         assert (await first.answer()).status == 200
 
 
-async def test_a_refusal_reaches_a_client_that_still_sends():
+async def test_a_refusal_reaches_a_client_that_still_sends(monkeypatch):
     """A connection that is closed with bytes unread is reset, and the answer may be lost."""
+    monkeypatch.setattr(connections, "LINGER_S", 60)
     async with served(Echo(), limits()) as address, connection(address) as opened:
         head = request("POST", "/refuse", b"", {"Content-Length": str(1 << 30)})
         await opened.send(head)

@@ -71,8 +71,9 @@ async def test_streams_outlive_a_killed_server(server, chat_checkpoint, tmp_path
             ]
             address = gateway.host_port
             whole = asyncio.ensure_future(ask(address, "POST", COMPLETIONS, body(NUM_STREAMS)))
-            for event in seen:
-                await event.wait()
+            async with asyncio.timeout(WAIT_S):
+                for event in seen:
+                    await event.wait()
             # What the server has not yet taken is refused when it is lost.
             await until_all_decode(killed)
             os.kill(killed.process.pid, signal.SIGKILL)
@@ -127,8 +128,9 @@ async def test_lost_connections_to_the_server_cost_no_token(front):
                     meter.allow(3)
                     got += await token_ids(events, 1)
                     # What came may be from before the last cut.
-                    while not await asyncio.to_thread(relay.cut):
-                        pass
+                    async with asyncio.timeout(WAIT_S):
+                        while not await asyncio.to_thread(relay.cut):
+                            pass
                 front.release()
                 chunks = chunks_of([event async for event in events])
         assert got + ids_of(chunks) == alone(1500)

@@ -45,7 +45,7 @@ async def eight_streams(
 
 async def test_streams_end_whole_and_new_ones_go_elsewhere(front):
     async with (
-        gateway_beside(front.address) as gateway,
+        gateway_beside(front.address, "--grace", "3600") as gateway,
         connection(gateway.host_port) as whole,
     ):
         async with eight_streams(front, gateway, 1000) as streams:
