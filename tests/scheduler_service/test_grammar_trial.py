@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tokenizer_files import write_byte_level
 
-from scheduler_service import grammar
+from scheduler_service import grammar, grammar_trial
 from scheduler_service.errors import InvalidArgumentError, UnavailableError
 from scheduler_service.generate_call import ConstraintSpec
 from scheduler_service.grammar import GrammarCompiler
@@ -32,6 +32,14 @@ def regex(text):
     return ConstraintSpec("regex", text)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patience():
+    """Bounds are of a processor's time; how long that takes is the machine's affair."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_trial, "_ANSWER_SECONDS", 300.0)
+        yield
+
+
 @pytest.fixture
 def trial():
     made = GrammarTrial(TEXTS, command())
@@ -42,18 +50,21 @@ def trial():
 def processes(trial):
     """The process that holds the vocabulary, and the child that waits or works."""
     parent = psutil.Process(trial._process.pid)
-    while not (children := parent.children()):
+    wait_until(parent.children, "no child")
+    return [parent, *parent.children()]
+
+
+def wait_until(condition, otherwise):
+    for _ in range(6000):
+        if condition():
+            return
         time.sleep(0.01)
-    return [parent, *children]
+    raise AssertionError(otherwise)
 
 
 def wait_until_gone(processes):
     """A process without a parent may stay a zombie, where nobody asks for it."""
-    for _ in range(6000):
-        if all(map(is_gone, processes)):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"left behind: {processes}")
+    wait_until(lambda: all(map(is_gone, processes)), f"left behind: {processes}")
 
 
 def is_gone(process):
@@ -128,8 +139,7 @@ def test_a_machine_without_memory_ends_the_trial_first(tmp_path):
         target=pytest.raises, args=(UnavailableError, trial.run, regex("sleep"), [""], PLENTY)
     )
     thread.start()
-    while not sleeps.exists():
-        time.sleep(0.01)
+    wait_until(sleeps.exists, "nothing is tried")
     _, child = processes(trial)
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
     trial.close()
@@ -168,12 +178,11 @@ def test_closing_leaves_no_process(tmp_path, is_working):
         except UnavailableError as error:
             errors.append(error)
 
-    there = processes(trial)
     thread = threading.Thread(target=work)
     if is_working:
         thread.start()
-        while not sleeps.exists():
-            time.sleep(0.01)
+        wait_until(sleeps.exists, "nothing is tried")
+    there = processes(trial)
     trial.close()
     wait_until_gone(there)
     if is_working:
@@ -214,8 +223,7 @@ def test_stopped_nobody_waits_for_it(tmp_path):
 
     thread = threading.Thread(target=work)
     thread.start()
-    while not sleeps.exists():
-        time.sleep(0.01)
+    wait_until(sleeps.exists, "nothing is tried")
     trial.stop()
     thread.join()
     assert errors == ["no constraint can be tried now: the server ends; try again later"]
@@ -317,8 +325,9 @@ def test_too_much_time_is_said(compiler, monkeypatch):
         compiler.compile(regex("spin"))
 
 
-def test_no_process_starts_before_a_constraint_comes(compiler):
+def test_no_process_starts_before_a_constraint_comes(compiler, monkeypatch):
     assert compiler._quick._process is None
+    monkeypatch.setattr(grammar, "QUICK_SECONDS", PLENTY)
     compiler.compile(regex("a"), is_slow=False)
     assert compiler._quick._process is not None
     assert compiler._slow._process is None
