@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 from certificates import Authority, Pair
+from free_ports import fixed_port
 
 from fakes import FakeWorkerServer
 from scheduler_service.engine_types import EngineConfig, WorkersTls
@@ -28,9 +28,7 @@ def ca(tmp_path) -> Authority:
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{fixed_port()}"
 
 
 @asynccontextmanager
