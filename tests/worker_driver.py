@@ -189,7 +189,7 @@ def on_ranks(world_size: int, work: Callable[[int], T]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     if errors:
         raise errors[0]
     assert len(results) == world_size, "a rank did not come to its end"

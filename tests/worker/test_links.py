@@ -158,7 +158,7 @@ def test_a_stranger_that_says_nothing_holds_nobody_up_for_long() -> None:
     host, port, _ = listener.name.split()
     stranger = socket.create_connection((host, int(port)))
     # A rank that waited for ever would wait for this.
-    end = threading.Timer(10, stranger.shutdown, [socket.SHUT_RDWR])
+    end = threading.Timer(LONG_S, stranger.shutdown, [socket.SHUT_RDWR])
     end.start()
     link = connect(3, listener.name)
     peer, accepted = listener.accept(go_on)

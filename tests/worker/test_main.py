@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from slotwise.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker.__main__ import main
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 @pytest.fixture
@@ -112,6 +112,7 @@ def worker_with_stream(socket_path: Path, *flags: str) -> Iterator[tuple[Any, St
             # It is there when another is refused.
             while (code := Stream(channel).end()) != "ALREADY_EXISTS":
                 assert code == "INVALID_ARGUMENT"
+                assert stream.call.is_active()
             yield worker, stream
         finally:
             worker.kill()

@@ -68,7 +68,8 @@ def test_a_process_is_known_to_have_ended() -> None:
     assert not replace(ended, namespace="other").has_ended()
 
 
-def test_ranks_leave_together() -> None:
+def test_ranks_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_CLOSE_S", PATIENCE_S)
     ranks = two_ranks()
     assert ranks[0].same_machine
     assert on_ranks(2, lambda rank: ranks[rank].leave("closed")) == [True, True]

@@ -12,7 +12,7 @@ from worker.batch import StepCommand, StepResult
 from worker.errors import StepError
 from worker.pipeline import Pipeline
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class SlowExecutor:

@@ -42,7 +42,7 @@ from worker.server import start_server
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PROMPT = (5, 6, 7, 8, 9)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -58,7 +58,9 @@ class Served:
 
     async def health(self, service: str) -> int:
         request = health_pb2.HealthCheckRequest(service=service)
-        return (await health_pb2_grpc.HealthStub(self.channel).Check(request, timeout=5)).status
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        # Less than a step is held for.
+        return (await stub.Check(request, timeout=TIMEOUT_S / 4)).status
 
     async def configured(self, **fields: Any) -> tuple[Any, worker_pb2.Configured]:
         stream = self.open_stream()
@@ -327,7 +329,7 @@ async def test_health_answers_during_a_long_step(served: Served) -> None:
 
     served.rank.executor.submit = slow  # type: ignore[method-assign]
     await stream.write(prefill())
-    await asyncio.to_thread(running.wait, TIMEOUT_S)
+    assert await asyncio.to_thread(running.wait, TIMEOUT_S)
     for _ in range(20):
         assert await served.health("") == SERVING
     let_go.set()
@@ -597,7 +599,7 @@ async def test_a_step_that_never_ends_is_reported(
         rank.executor.submit = hang  # type: ignore[method-assign]
         monkeypatch.setattr(Rank, "waits_for_peers", True)
         await stream.write(prefill())
-        await asyncio.to_thread(running.wait, TIMEOUT_S)
+        assert await asyncio.to_thread(running.wait, TIMEOUT_S)
         stream.cancel()
 
         async def reported() -> bool:
@@ -642,7 +644,7 @@ async def test_cancel_while_loading(served: Served, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker.rank, "load_weights", endless)
     stream = served.open_stream()
     await stream.write(worker_pb2.RunRequest(configure=configure()))
-    await asyncio.to_thread(loading.wait, TIMEOUT_S)
+    assert await asyncio.to_thread(loading.wait, TIMEOUT_S)
     stream.cancel()
     await eventually(lambda: free(served))
     monkeypatch.setattr(worker.rank, "load_weights", load)

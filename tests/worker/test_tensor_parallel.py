@@ -208,7 +208,7 @@ def test_sum_is_in_rank_order() -> None:
     assert not same_bits(expected, ((values[0] + values[1]) + values[3]) + values[2])
 
     def add(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        group = join_links(Rendezvous(rank, 4, address, 20.0, lambda: False, "cpu"))
+        group = join_links(Rendezvous(rank, 4, address, 60.0, lambda: False, "cpu"))
         group.reserve(1, 2, 2, [Part(0, 1), Part(1, 3), Part(3, 4), Part(4, 5)])
         x = values[rank].clone()
         group.all_reduce(x)
@@ -275,7 +275,7 @@ def test_a_rank_is_broken_off_also_before_it_is_configured(tmp_path: Path) -> No
     """A self-test may wait for a peer."""
     address = free_address()
     rank = Rank(make_checkpoint(tmp_path, "llama"), 1)
-    joined = on_ranks(2, lambda i: join_links(Rendezvous(i, 2, address, 30, lambda: False, "cpu")))
+    joined = on_ranks(2, lambda i: join_links(Rendezvous(i, 2, address, 60, lambda: False, "cpu")))
     rank._group = joined[0]
     rank.abort()
     assert joined[0]._links is not None

@@ -18,7 +18,7 @@ from worker.rank import Rank
 from worker.server import start_server
 from worker.tls import server_credentials
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 @pytest.fixture
