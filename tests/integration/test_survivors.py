@@ -19,11 +19,18 @@ from scheduler_service.request_stream import RequestStream
 from scheduler_service.supervisor import Supervisor, standby_command, worker_command
 from scheduler_service.worker_group import WorkerGroup
 
-PATIENCE_S = 120
+PATIENCE_S = 600
 # A stopped rank says nothing for so long until it is given up.
 SILENCE_S = 2.0
+# For a survivor to say that it lives, on a busy machine; one that is stopped never does.
+ANSWER_S = 8.0
 PROMPT = tuple(range(7, 250))
 NUM_NEW = 120
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_service.worker_group._ANSWER_S", ANSWER_S)
 
 
 class Ranks:
