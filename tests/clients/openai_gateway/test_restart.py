@@ -28,7 +28,8 @@ from integration.front import running_front
 from integration.servers import Server, running_server
 from slotwise.v1 import inference_pb2 as pb
 
-NUM_TOKENS = 1200
+# So many that a busy machine does not come to their end before the test has seen their begin.
+NUM_TOKENS = 2400
 NUM_STREAMS = 3
 
 
@@ -57,7 +58,8 @@ def wanted(server: Server, seed: int) -> list[int]:
 async def test_streams_outlive_a_killed_server(server, chat_checkpoint, tmp_path):
     """With a journal: every token once, also of whole answers; the gateway is not ready meanwhile,
     and is again afterwards."""
-    want = await asyncio.to_thread(lambda: [wanted(server, n) for n in range(NUM_STREAMS + 1)])
+    asked = (asyncio.to_thread(wanted, server, n) for n in range(NUM_STREAMS + 1))
+    want = await asyncio.gather(*asked)
     port = free_port()
     flags = ["--journal", str(tmp_path / "journal"), "--num-slots", "4", "--threads", "1"]
     first = running_server(chat_checkpoint, *flags, port=port)
