@@ -74,7 +74,8 @@ def test_a_gateway_by_itself(served):
     program = start("gateway", *words)
     try:
         line = program.stdout.readline()
-        assert line.startswith("OpenAI API on http://127.0.0.1:"), program.stderr.read()
+        ready = "OpenAI API on http://127.0.0.1:"
+        assert line.startswith(ready), line or program.stderr.read()
         assert models(line.split()[-1].removesuffix("/v1")) == ["script", "gpt"]
     finally:
         assert end(program) == 0

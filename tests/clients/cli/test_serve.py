@@ -58,7 +58,7 @@ def test_one_line_when_ready_an_answer_and_a_clean_end(checkpoint, slotwise):
             r"cpu, \w+, TP 1, \d+\.\d s\)\n",
             line,
         )
-        assert found, line + server.stderr.read()
+        assert found, line or server.stderr.read()
         words = ["generate", "a b", "--max-new-tokens", "4", "--ignore-eos", "--json"]
         done = slotwise(*words, "--temperature", "0", "--server", found[1])
         assert done.code == 0, done.err
@@ -178,7 +178,8 @@ def test_it_is_ready_where_nobody_may_call_without_a_token(checkpoint, tmp_path)
     server = start(str(checkpoint), "--port", "0", *tls, "--tokens", str(tokens))
     try:
         line = server.stdout.readline()
-        assert line.startswith("Slotwise ready: tiny on 127.0.0.1:"), server.stderr.read()
+        ready = "Slotwise ready: tiny on 127.0.0.1:"
+        assert line.startswith(ready), line or server.stderr.read()
         server.send_signal(signal.SIGTERM)
         out, err = server.communicate(timeout=TIMEOUT_S)
     finally:
@@ -276,9 +277,13 @@ def test_a_signal_to_all_processes_drains(tmp_path):
 
 def test_it_ends_with_a_killed_scheduler_when_asked_to(checkpoint):
     server = start(str(checkpoint), "--port", "0", "--json", "--no-restart")
-    ready_event(server)
-    os.kill(scheduler_of(server), signal.SIGKILL)
-    _, err = server.communicate(timeout=TIMEOUT_S)
+    try:
+        ready_event(server)
+        os.kill(scheduler_of(server), signal.SIGKILL)
+        _, err = server.communicate(timeout=TIMEOUT_S)
+    finally:
+        server.kill()
+        server.wait()
     assert server.returncode == 137
     assert "killed by signal 9" in err
 
