@@ -15,7 +15,7 @@ from compose.stack import Stack
 from slotwise_cli.demo_model import cache_dir
 from slotwise_client import Client
 
-READY_S = 180.0
+READY_S = 600.0
 
 
 @pytest.fixture(scope="session")

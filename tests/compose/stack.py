@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from compose.engine import Engine
 from compose.images import ROOT
 
-COMMAND_S = 180.0
+COMMAND_S = 600.0
 _RETRY_S = 0.1
 # Ends the program below docker-init, as a crash would; `docker kill` would be taken for a wish that
 # the container does not come back.

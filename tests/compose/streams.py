@@ -13,7 +13,7 @@ from slotwise_client import Client, Delta
 QUESTION = "Write a long story about a lighthouse."
 NUM_TOKENS = 160
 # Of one stream, through all that is done to it.
-STREAM_S = 240.0
+STREAM_S = 600.0
 # Enough to be in the middle.
 NUM_BEFORE = 24
 
