@@ -24,7 +24,8 @@ from scheduler_service.service import InferenceService, Model
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
 
-WAIT_S = 60
+# Ends what hangs; a slow machine takes a minute for the longest of the calls.
+WAIT_S = 300
 VOCAB_SIZE = 512
 OPTIONS = [
     ("grpc.max_send_message_length", 1 << 30),

@@ -114,7 +114,8 @@ async def test_deadlines(front_model, tmp_path, phase):
         if phase == "queue":
             busy = await started(front.stub, request(2))
         num_prompt = 100 if phase == "prefill" else 3
-        call = front.stub.Generate(request(150, num_prompt), timeout=1)
+        # Long enough to be accepted first.
+        call = front.stub.Generate(request(150, num_prompt), timeout=3)
         assert (await call.read()).HasField("accepted")
         meter.allow(3 if phase == "decode" else 0)
         error = await front.error(call)

@@ -25,7 +25,7 @@ from tokenizer_files import write_model
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
 
-WAIT_S = 60
+WAIT_S = 300
 ENDLESS = 1_000_000
 
 
