@@ -88,7 +88,7 @@ def balancer(ports: Sequence[int], folder: Path) -> Iterator[tuple[str, int]]:
             ["haproxy", "-db", "-f", str(config)], stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        poll(lambda: _listens(port) or process.poll() is not None, 20, "haproxy listens")
+        poll(lambda: _listens(port) or process.poll() is not None, 60, "haproxy listens")
         assert process.poll() is None, (folder / "haproxy.log").read_text()
         yield "127.0.0.1", port
     finally:

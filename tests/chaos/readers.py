@@ -20,9 +20,9 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
 from slotwise_client import Client, Delta
 
-ATTACH_WINDOW_MS = 200_000
+ATTACH_WINDOW_MS = 300_000
 # Longer than any recovery: a stream that stands for so long is lost.
-GIVE_UP_S = 180.0
+GIVE_UP_S = 270.0
 # Of slotwise_client: where faults come without end, a stream may wait through many recoveries.
 CLIENT_GIVE_UP_S = 3600.0
 _RETRY_S = 0.05

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from free_ports import fixed_port
 
-from chaos.chaos import FLAGS, WORKER_TIMEOUT_S, Chaos, chaos_on
+from chaos.chaos import FLAGS, NOT_SERVING_BOUND_S, Chaos, chaos_on
 from chaos.namespaces import Host, hosts, why_not
 from chaos.probes import NOT_SERVING
 from chaos.readers import make_requests
@@ -79,7 +79,7 @@ def test_workers_are_cut_off(tiny_model, tmp_path):
                 def pull_wire_of_workers(chaos: Chaos) -> None:
                     began = time.monotonic()
                     there.pull()
-                    lost = chaos.readiness.wait_for(NOT_SERVING, began, 10 * WORKER_TIMEOUT_S)
+                    lost = chaos.readiness.wait_for(NOT_SERVING, began, NOT_SERVING_BOUND_S)
                     assert lost is not None, "the silence was not noticed"
                     there.plug()
 

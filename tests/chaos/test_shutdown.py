@@ -22,7 +22,7 @@ from slotwise.v1 import inference_pb2_grpc as rpc
 
 STREAMS = 4
 FLAGS = ("--tp", "2", "--threads", "1", "--num-slots", str(STREAMS))
-WAIT_S = 60
+WAIT_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_signal_to_all_drains(tiny_model, tmp_path, number):
     """B41: streams end whole although their workers got the signal too; then nothing is left."""
     requests = long_requests(450)
     with contextlib.ExitStack() as at_end:
-        service = at_end.enter_context(serving(tiny_model, tmp_path))
+        service = at_end.enter_context(serving(tiny_model, tmp_path, "--grace", str(WAIT_S)))
         wants = undisturbed(service.address, requests, STREAMS)
         streams = at_end.enter_context(streams_of(service, requests))
         pids = everybody(service)

@@ -27,7 +27,7 @@ from worker.errors import CheckpointError, SetupError
 from worker.rank import Rank, RankSetup
 
 # For one folder; then the process says where it stands, and ends.
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 300
 # Beyond what is mapped once a good folder was opened.
 MEMORY_LIMIT_BYTES = 2 << 30
 # Of an error: it has to fit a status, with room for the words around it.

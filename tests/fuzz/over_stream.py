@@ -19,7 +19,7 @@ from checkpoints import make_checkpoint
 from slotwise.worker.v1 import worker_pb2 as pb
 
 RUN = "/slotwise.worker.v1.Worker/Run"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 600.0
 # A fuzzed set-up may wait for peers that never come; then the stream is left.
 STREAM_TIMEOUT_S = 5.0
 PROPER = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "left"}
