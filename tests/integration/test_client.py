@@ -19,10 +19,10 @@ from integration.servers import Server, running_server
 from slotwise_client import AsyncClient, Client, Delta, Finished, FinishReason
 
 TIMEOUT_S = 600
-# Enough that no server, however fast, is through before a signal sent after the first tokens.
-TOKENS = 1000
+# Enough that no server is through before a signal sent after the first tokens, be it a second late.
+TOKENS = 3000
 OPTIONS = {"temperature": 1.0, "seed": 3, "ignore_eos": True, "max_new_tokens": TOKENS}
-FLAGS = ("--max-seq-len", "1024", "--num-slots", "4")
+FLAGS = ("--max-seq-len", "4096", "--num-slots", "4")
 PROMPT = [5, 6, 7]
 
 
