@@ -69,7 +69,9 @@ type reading struct {
 
 func newReading(request *pb.GenerateRequest, patience time.Duration) *reading {
 	r := &reading{patience: patience, now: time.Now, way: send, delay: firstDelay}
-	r.request = proto.Clone(request).(*pb.GenerateRequest)
+	// A copy, also of nil, which is a request without anything.
+	r.request = &pb.GenerateRequest{}
+	proto.Merge(r.request, request)
 	r.name()
 	r.id = r.request.GetRequestId()
 	r.numChoices = 1

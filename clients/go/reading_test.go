@@ -111,3 +111,9 @@ func TestTheCallersRequestIsLeftAsItIs(t *testing.T) {
 		t.Error("two requests are the same one")
 	}
 }
+
+func TestNoRequestIsAnEmptyOne(t *testing.T) {
+	if r := newReading(nil, time.Minute); r.request.GetRequestId() == "" {
+		t.Error("it has no name")
+	}
+}
