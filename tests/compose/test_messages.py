@@ -57,6 +57,11 @@ def test_a_volume_without_models(make_stack) -> None:
     assert "(it holds no model)" in told
 
 
+def test_no_name_of_a_model(make_stack) -> None:
+    told = make_stack().run("config", check=False, SLOTWISE_MODEL="")
+    assert "name a folder of SLOTWISE_MODELS" in told
+
+
 def test_a_folder_for_models_that_cannot_be_written(make_stack, folder: Path) -> None:
     stack = make_stack(SLOTWISE_MODELS=str(folder))
     told = stack.run("run", "--rm", "prepare", check=False)
