@@ -145,7 +145,8 @@ def test_a_killed_server_costs_nothing(tiny_model, tmp_path):
     """Running, unread, ended; greedy, with logprobs, with a stop string, under a constraint."""
     port = fixed_port()
     kinds = {
-        "plain": {},
+        # Long enough to be met by a kill that comes late.
+        "plain": {"max_new_tokens": 2000},
         "logprobs": {"logprobs": 3, "prompt_logprobs": 0},
         "regex": {"regex": "[a-z]{400}"},
         "two": {"n": 1, "min_new_tokens": 5},

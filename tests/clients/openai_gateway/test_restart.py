@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 
 import pytest
 from clients.gateways import Gateway, gateway_beside, running_gateway
@@ -21,6 +20,7 @@ from clients.openai_gateway.streams import (
     token_ids,
 )
 from clients.raw_http import WAIT_S, ask, chunks_of, connection, until_ready
+from free_ports import fixed_port
 
 from chaos.relay import Relay
 from fakes import CORRUPTED
@@ -31,12 +31,6 @@ from slotwise.v1 import inference_pb2 as pb
 # So many that a busy machine does not come to their end before the test has seen their begin.
 NUM_TOKENS = 2400
 NUM_STREAMS = 3
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def body(seed: int) -> dict:
@@ -60,7 +54,7 @@ async def test_streams_outlive_a_killed_server(server, chat_checkpoint, tmp_path
     and is again afterwards."""
     asked = (asyncio.to_thread(wanted, server, n) for n in range(NUM_STREAMS + 1))
     want = await asyncio.gather(*asked)
-    port = free_port()
+    port = fixed_port()
     flags = ["--journal", str(tmp_path / "journal"), "--num-slots", "4", "--threads", "1"]
     first = running_server(chat_checkpoint, *flags, port=port)
     killed = await asyncio.to_thread(first.__enter__)
