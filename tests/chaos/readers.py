@@ -31,7 +31,15 @@ _CODES_OF_A_LOST_PEER = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.CANCELLED,
 )
-_WORDS_OF_A_LOST_PEER = ("RST_STREAM", "Stream removed", "Socket closed", "reset", "GOAWAY")
+_WORDS_OF_A_LOST_PEER = (
+    "RST_STREAM",
+    "Stream removed",
+    "Socket closed",
+    "reset",
+    "GOAWAY",
+    # The code again, in place of words: the call ended without any.
+    "CANCELLED",
+)
 
 
 class LostError(Exception):

@@ -240,9 +240,12 @@ class LossyScript(Script):
 class Proxy:
     """A port in front of a server, whose connections can be broken and which can be shut.
 
-    cut_after: each connection breaks by itself when it has brought so many bytes of the server's,
-    however fast either side is. `num_cuts` counts these.
+    cut_after: the first connections, MAX_CUTS of them, break by themselves when they have brought
+    so many bytes of the server's, however fast either side is. `num_cuts` counts these. Not all do:
+    a message that is longer would never come.
     """
+
+    MAX_CUTS = 4
 
     def __init__(self, upstream: str, cut_after: int | None = None) -> None:
         host, _, port = upstream.rpartition(":")
@@ -282,7 +285,8 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {near, far}
-            for way in ((near, far, None), (far, near, self._cut_after)):
+            cut_after = self._cut_after if self.num_cuts < self.MAX_CUTS else None
+            for way in ((near, far, None), (far, near, cut_after)):
                 threading.Thread(target=self._pump, args=way, daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket, left: int | None) -> None:
