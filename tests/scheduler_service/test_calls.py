@@ -112,7 +112,7 @@ def attach(service, call_id, caller, asked, places):
 TEXTS = st.text(st.sampled_from("abc<>é👨 \n"), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     text=TEXTS,

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizer_files import write_byte_level, write_json
 
@@ -271,7 +271,6 @@ def test_text_is_freed_as_soon_as_it_cannot_be_markup(output_format):
 
 
 @FORMATS
-@settings(deadline=None)
 @given(ANSWERS, st.lists(st.integers(0, 200)), st.booleans())
 @example('<tool_call>{"name": "f", "arguments": {"a": 1 <', [46], False)
 @example("<tool_call>" + F + "\n</tool_call>", [], False)
@@ -285,14 +284,12 @@ def test_the_cut_of_the_text_changes_nothing(output_format, answer, cuts, opens)
 
 
 @FORMATS
-@settings(deadline=None)
 @given(ANSWERS | st.text())
 def test_without_markup_the_text_is_unchanged(output_format, answer):
     if "<tool_call>" not in answer and not answer.lstrip().startswith("<think>"):
         assert read(output_format, answer) == (answer, "", [])
 
 
-@settings(deadline=None)
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     st.dictionaries(st.text(), st.recursive(st.integers() | st.text() | st.none(), st.lists)),
@@ -304,7 +301,6 @@ def test_any_call_as_json_comes_back(name, arguments):
     assert [(n, json.loads(a)) for n, a in calls] == [(name, arguments)]
 
 
-@settings(deadline=None)
 @given(st.text().filter(lambda text: "</parameter>" not in text))
 def test_any_string_as_xml_comes_back(value):
     _, _, calls = read(XML, xml_call("run", ("code", value)))

@@ -43,7 +43,7 @@ def test_split_characters_arrive_whole(tokenizer, tokens):
     assert parts[-1] == ""
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 511), max_size=40))
 def test_any_ids_join_to_the_library_decoding(ids):
     want = BYTE_LEVEL.decode(ids, skip_special_tokens=True)
@@ -51,7 +51,7 @@ def test_any_ids_join_to_the_library_decoding(ids):
     assert decode(LEVEL_BYTES, ids) == want
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.sampled_from([(LEVEL_BYTES, 512), (PIECE_BYTES, 300)]),
     st.data(),
@@ -78,21 +78,21 @@ def test_any_ids_join_to_the_decoding_of_all(kind, data, keep_control):
     assert "".join(parts) == want == decode(tokens, ids, keep_control=keep_control)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(TEXTS)
 def test_any_text_comes_back_from_byte_level(text):
     ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
     assert decode(LEVEL_BYTES, ids, keep_control=True) == text
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(TEXTS)
 def test_any_text_comes_back_from_sentencepiece(text):
     ids = SENTENCEPIECE.encode(text, add_special_tokens=False).ids
     assert "".join(stream(PIECE_BYTES, ids)) == SENTENCEPIECE.decode(ids)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0x80, 0xFF), min_size=4, max_size=4))
 def test_bytes_are_held_while_they_may_complete_and_no_longer(data):
     """Of any four bytes that are no start of a text, something is out before the fifth."""

@@ -25,7 +25,6 @@ from slotwise.v1 import inference_pb2 as pb
 
 VOCAB_SIZE, MAX_SEQ_LEN = 512, 256
 FUZZ = settings(
-    deadline=None,
     max_examples=300,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

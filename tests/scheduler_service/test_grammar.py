@@ -28,9 +28,7 @@ VOCAB_SIZE = 517  # not a multiple of 8, and more than the tokenizers have
 ENDS = frozenset((0, 2))
 SEEDS = st.integers(0, 2**32)
 # The compiler of a module outlives an example, which is what is meant.
-MANY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -205,7 +205,7 @@ def answers(draw):
     return events, log
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(told=st.lists(answers(), min_size=1, max_size=3), pieces=st.randoms(use_true_random=False))
 def test_whatever_is_told_comes_back(told, pieces):
     """In any mix, with flushes and restarts anywhere."""

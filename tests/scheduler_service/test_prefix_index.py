@@ -3,7 +3,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_service.prefix_index import Kept, Match, PrefixIndex, PrefixReuse, common_length
@@ -21,7 +21,6 @@ def index_of(*kept, reuse=PrefixReuse.ALL):
     return index
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 300),
     st.lists(st.integers(0, 1), max_size=90),

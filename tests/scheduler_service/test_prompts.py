@@ -131,7 +131,7 @@ async def test_markup_is_sought_where_the_tokenizer_seeks_it(tmp_path):
     assert controls_in(model, ids) == FRAME
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.text(st.sampled_from("ab <>|_\n\u4f60") | st.characters(exclude_categories=["Cs"])))
 )

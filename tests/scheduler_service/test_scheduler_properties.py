@@ -323,7 +323,6 @@ class SchedulerLife(RuleBasedStateMachine):
 SchedulerLife.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=40,
-    deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow],
 )

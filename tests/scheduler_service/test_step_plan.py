@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_service.step_plan import StepPace, share_budget
@@ -48,7 +48,6 @@ def test_shares_of_the_budget(lengths, budget, shares):
     assert share_budget(lengths, budget) == shares
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=9), st.integers(1, 3000))
 def test_the_budget_is_used_up_and_the_oldest_has_half(lengths, budget):
     shares = share_budget(lengths, budget)

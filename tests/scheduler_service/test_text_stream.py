@@ -90,7 +90,7 @@ def test_all_ids_are_passed_on():
     assert stream.num_tokens == 4
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.text("ab", max_size=30),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),

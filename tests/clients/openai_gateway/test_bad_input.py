@@ -503,9 +503,7 @@ async def test_anything_at_all_is_answered_in_the_right_shape(front, front_gatew
     """Never 500; and the server's own counters know of no fault."""
     loop = asyncio.get_running_loop()
 
-    @settings(
-        max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), database=None
-    )
+    @settings(max_examples=600, suppress_health_check=list(HealthCheck), database=None)
     @given(bodies(path))
     def run(body: dict[str, Any]) -> None:
         asyncio.run_coroutine_threadsafe(one(body), loop).result(60)
