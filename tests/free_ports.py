@@ -11,9 +11,11 @@ import socket
 _PORTS = range(20_000, 30_000)
 
 
-def fixed_port() -> int:
-    """A port of 127.0.0.1 that is free now."""
+def fixed_port(besides: int | None = None) -> int:
+    """A port of 127.0.0.1 that is free now, and not this one."""
     for port in random.SystemRandom().sample(_PORTS, 100):
+        if port == besides:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 
 from compose.engine import Engine
 from compose.images import ROOT
+from free_ports import fixed_port
 
 COMMAND_S = 600.0
 _RETRY_S = 0.1
@@ -25,15 +25,6 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 """
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody uses."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @dataclass
 class Stack:
     """One project of compose. `settings` are what a user would write to .env."""
@@ -45,7 +36,8 @@ class Stack:
     settings: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.grpc_port, self.http_port = free_ports(2)
+        self.grpc_port = fixed_port()
+        self.http_port = fixed_port(besides=self.grpc_port)
 
     @property
     def grpc(self) -> str:
