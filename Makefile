@@ -23,7 +23,7 @@ BUF := build/buf/node_modules/.bin/buf
 CLANG_FORMAT_FILES := $(shell find native clients/cpp tests/clients/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs-api bench bench-gpu
+.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs docs-api bench bench-gpu
 .PHONY: clean fuzz chaos soak clients-test compose-test protos-check protos-release
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make build   build the native library and the protos again (also: make protos)"
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
+	@echo "make docs    build the documentation's site in build/site"
 	@echo "make docs-api   write the reference in docs/api.md again from the proto"
 	@echo "make protos-check   the protos' style, and that they break no client of the last release"
 	@echo "make chaos   200 random kills under streams on the demo model (an hour or two)"
@@ -106,6 +107,11 @@ type: $(TOOLS)
 
 golden: $(TOOLS)
 	$(BIN)/python tests/golden/make_golden.py
+
+# Without a network. The variable: MkDocs' theme has an advertisement.
+docs: $(TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "to read it: $(PYTHON) -m http.server --directory build/site"
 
 docs-api: $(TOOLS)
 	$(BIN)/python tests/api_reference.py
