@@ -17,6 +17,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 # Of gRPC, both ways. Texts of many MB fit; without a limit one call could fill the memory.
 MAX_MESSAGE_BYTES = 64 << 20
+# In place of addresses: standard input tells of them.
+_TOLD = "-"
 # Thirty years.
 MAX_SECONDS = 1e9
 # What the API can tell of, in milliseconds of 32 bits.
@@ -157,9 +159,10 @@ def _check_engine(engine: EngineConfig) -> None:
             f"workers names {len(engine.worker_addresses)} addresses, and tp is "
             f"{engine.world_size}; one per rank is needed"
         )
-    if not engine.worker_addresses and not engine.model_dir:
+    if engine.spawns and not engine.model_dir:
         raise ConfigError("neither worker addresses nor a model folder is given")
-    if engine.workers_tls and all(a.startswith("unix:") for a in engine.worker_addresses):
+    is_local = all(address.startswith("unix:") for address in engine.worker_addresses)
+    if engine.workers_tls and is_local and not engine.workers_are_told:
         raise ConfigError(
             "workers_tls is given and no worker is dialled over TCP; Unix sockets and spawned "
             "workers need none, leave it out"
@@ -184,7 +187,7 @@ def _check_engine(engine: EngineConfig) -> None:
     _check_range("max_steps_per_command", engine.max_steps_per_command, 1, 1024)
     _check_range("run_ahead_window_ns", engine.run_ahead_window_ns, 0, 10**10)
     _check_choice("device", engine.device, DEVICES)
-    if engine.worker_addresses and engine.device != "auto":
+    if not engine.spawns and engine.device != "auto":
         raise ConfigError(
             f"device is {engine.device!r} and workers are given; running workers have chosen theirs"
         )
@@ -198,7 +201,7 @@ def _check_engine(engine: EngineConfig) -> None:
     _check_choice("kv_dtype", engine.kv_dtype, DTYPES)
     if engine.num_standby_workers is not None:
         _check_range("standby_workers", engine.num_standby_workers, 0, engine.world_size)
-        if engine.worker_addresses and engine.num_standby_workers:
+        if not engine.spawns and engine.num_standby_workers:
             raise ConfigError(
                 "standby_workers is given and workers are; who starts the workers keeps standbys"
             )
@@ -224,11 +227,13 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     """ConfigError on words that are not understood and on values that cannot be."""
     given = _parser().parse_args(arguments)
-    workers = tuple(address for address in given.workers.split(",") if address)
+    are_told = given.workers == _TOLD
+    workers = tuple(one for one in given.workers.split(",") if one and not are_told)
     engine = EngineConfig(
         world_size=given.tp if given.tp is not None else max(1, len(workers)),
         worker_addresses=workers,
-        model_dir="" if workers else str(given.model),
+        workers_are_told=are_told,
+        model_dir="" if given.workers else str(given.model),
         device=given.device,
         num_threads=given.threads,
         rendezvous_address=given.rendezvous,
@@ -371,7 +376,8 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 def _add_engine(parser: argparse.ArgumentParser, own: EngineConfig) -> None:
     add = parser.add_argument
     add("--tp", type=int, help="tensor-parallel ranks; default: one, or one per given worker")
-    add("--workers", default="", help="running workers in rank order: host:port,unix:/path,...")
+    workers = "running workers in rank order: host:port,unix:/path,...; -: JSON lines on standard "
+    add("--workers", default="", help=workers + "input tell of their addresses, and of changes")
     add("--workers-tls-ca", type=_path, help="CA of the workers' certificates, in PEM")
     add("--workers-tls-cert", type=_path, help="certificate that workers are shown, in PEM")
     add("--workers-tls-key", type=_path, help="its key, in PEM")

@@ -26,12 +26,15 @@ class WorkersTls:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine. Either `worker_addresses` (running workers, in rank order) or
-    `model_dir` (the engine spawns the workers itself) is given."""
+    """Settings of an engine. Either `worker_addresses` (running workers, in rank order),
+    `workers_are_told` (the addresses come later, and change) or `model_dir` (the engine spawns the
+    workers itself) is given."""
 
     world_size: int = 1
     # "unix:/path.sock" or "host:port", one per rank; empty: spawn the workers.
     worker_addresses: tuple[str, ...] = ()
+    # Whoever starts the workers tells where they are, as in told_workers.py.
+    workers_are_told: bool = False
     model_dir: str = ""
     # None: connections to workers over TCP are plain.
     workers_tls: WorkersTls | None = None
@@ -71,6 +74,11 @@ class EngineConfig:
     num_standby_workers: int | None = None
     # Time a recovery may take before running requests end UNAVAILABLE.
     recovery_timeout_s: float = 60.0
+
+    @property
+    def spawns(self) -> bool:
+        """Whether the workers are processes of the engine's own."""
+        return not self.worker_addresses and not self.workers_are_told
 
     @property
     def running_bound(self) -> int:

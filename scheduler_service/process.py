@@ -23,7 +23,7 @@ from .listener import bind, make_server
 from .server import add_inference, resume_calls
 from .service import InferenceService, Survival, load_model
 from .tls import server_credentials
-from .worker_pool import is_local
+from .worker_pool import warn_of_plain_links
 
 # After the last request has ended: time for its last message to reach a slow client.
 LAST_MESSAGES_S = 2.0
@@ -128,7 +128,7 @@ class Process:
 
     def _warn_of_open_ports(self) -> None:
         config = self._config
-        access, workers_tls = config.access, config.engine.workers_tls
+        access = config.access
         if not is_loopback(config.host) and not access.tls:
             log.warning(
                 "%s is open to networks without TLS: what is asked and answered can be read on the "
@@ -141,13 +141,8 @@ class Process:
                 "--tls-client-ca",
                 config.host,
             )
-        for address in config.engine.worker_addresses:
-            if workers_tls is None and not is_local(address):
-                log.warning(
-                    "the connection to the worker at %s is plain: it can be read and changed on "
-                    "the way; give --workers-tls-ca, or keep the network to yourself",
-                    address,
-                )
+        if config.engine.workers_tls is None:
+            warn_of_plain_links(config.engine.worker_addresses)
 
     async def _survival(self) -> tuple[Survival, list[RecordedCall]]:
         """What is kept of calls, and what a former life of the server has left."""

@@ -1,11 +1,13 @@
-"""The workers over all their lives: spawned (if we own them), configured, warmed up, torn down."""
+"""The workers over all their lives: spawned or found, configured, warmed up, torn down."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from .engine_types import EngineConfig, EngineFailedError, EngineInfo, LoadProgress
@@ -14,8 +16,9 @@ from .slots import WARM_UP_GENERATION
 from .step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
 from .supervisor import Supervisor, standby_command, worker_command
 from .tls import worker_credentials
+from .told_workers import ToldWorkers
 from .worker_link import answers
-from .worker_pool import WorkerPool
+from .worker_pool import WorkerPool, warn_of_plain_links
 
 NUM_WARM_UP_STEPS = 2
 
@@ -62,15 +65,21 @@ class WorkerGroup:
         config: EngineConfig,
         on_progress: Callable[[LoadProgress], None],
         supervisor: Supervisor | None = None,
+        told: ToldWorkers | None = None,
     ) -> None:
-        """`supervisor` replaces the usual one, of `python -m worker` processes. ConfigError when
-        the files of workers_tls are not good."""
+        """`supervisor` replaces the usual one, of `python -m worker` processes, and `told` the one
+        that reads standard input. ConfigError when the files of workers_tls are not good."""
         self._config = config
         self._on_progress = on_progress
         self._credentials = worker_credentials(config.workers_tls) if config.workers_tls else None
         self._pool: WorkerPool | None = None
+        self._told = told
+        self._telling: asyncio.Task[None] | None = None
+        if told is None and config.workers_are_told:
+            self._told = ToldWorkers(config.world_size)
+            self._telling = asyncio.create_task(self._told.read(sys.stdin), name="told workers")
         self._supervisor = supervisor
-        if supervisor is None and not config.worker_addresses:
+        if supervisor is None and config.spawns:
             command = worker_command(
                 config.model_dir, config.world_size, config.num_threads, config.device
             )
@@ -89,14 +98,16 @@ class WorkerGroup:
         """
         lost = {} if self._pool is None else self._pool.ranks_at_fault()
         await self._close_pool()
-        addresses = self._config.worker_addresses
         if self._supervisor is not None:
             if afresh:
                 lost = dict.fromkeys(range(self._config.world_size), "earlier tries failed")
-            lost |= await self._silent_ranks(self._supervisor, lost)
-            addresses = await self._supervisor.spawn(lost)
-        self._pool = WorkerPool(self._config, addresses, epoch, self._credentials)
-        return await self._unless_worker_exits(self._configure_and_warm_up(self._pool, epoch))
+            return await self._start_spawned(self._supervisor, lost, epoch)
+        if self._told is not None:
+            return await self._start_told(self._told, epoch)
+        self._pool = WorkerPool(
+            self._config, self._config.worker_addresses, epoch, self._credentials
+        )
+        return await self._configure_and_warm_up(self._pool, epoch)
 
     async def prepare(self, device: str) -> None:
         """For the next loss, while requests run. `device`: of the first rank."""
@@ -121,8 +132,30 @@ class WorkerGroup:
     async def close(self) -> None:
         """Ends the streams and the spawned processes."""
         await self._close_pool()
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
         if self._supervisor is not None:
             await self._supervisor.stop()
+
+    async def _start_spawned(
+        self, supervisor: Supervisor, lost: dict[int, str], epoch: int
+    ) -> EngineInfo:
+        lost |= await self._silent_ranks(supervisor, lost)
+        addresses = await supervisor.spawn(lost)
+        self._pool = WorkerPool(self._config, addresses, epoch, self._credentials)
+        work = self._configure_and_warm_up(self._pool, epoch)
+        return await _unless(supervisor.wait_exit(), work)
+
+    async def _start_told(self, told: ToldWorkers, epoch: int) -> EngineInfo:
+        places = await told.all_known()
+        if self._config.workers_tls is None:
+            warn_of_plain_links(places.known())
+        config = self._config
+        if places.rendezvous_address:
+            config = replace(config, rendezvous_address=places.rendezvous_address)
+        self._pool = WorkerPool(config, places.known(), epoch, self._credentials)
+        return await _unless(told.moved(places), self._configure_and_warm_up(self._pool, epoch))
 
     async def _configure_and_warm_up(self, pool: WorkerPool, epoch: int) -> EngineInfo:
         info = await pool.connect(self._on_progress, self._config.connect_timeout_s)
@@ -148,24 +181,6 @@ class WorkerGroup:
         why = f"it does not answer within {_ANSWER_S:g} s"
         return {rank: why for rank, is_heard in zip(asked, found, strict=True) if not is_heard}
 
-    async def _unless_worker_exits(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work's result; WorkerExitError, with its words, when a process of ours ends."""
-        if self._supervisor is None:
-            return await work
-        task = asyncio.create_task(work)
-        exit_report = asyncio.create_task(self._supervisor.wait_exit())
-        try:
-            await asyncio.wait({task, exit_report}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and isinstance(task.exception(), WorkerLostError):
-                await asyncio.wait({exit_report}, timeout=_EXIT_REPORT_S)
-            if exit_report.done():
-                raise exit_report.result()
-            return task.result()
-        finally:
-            task.cancel()
-            exit_report.cancel()
-            await asyncio.gather(task, exit_report, return_exceptions=True)
-
     async def _close_pool(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
@@ -174,6 +189,23 @@ class WorkerGroup:
     def _started_pool(self) -> WorkerPool:
         assert self._pool is not None, "the group is not started"
         return self._pool
+
+
+async def _unless(loss: Coroutine[Any, Any, GroupError], work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; the loss, as an error with its words, when a worker ends or moves."""
+    task = asyncio.create_task(work)
+    report = asyncio.create_task(loss)
+    try:
+        await asyncio.wait({task, report}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and isinstance(task.exception(), WorkerLostError):
+            await asyncio.wait({report}, timeout=_EXIT_REPORT_S)
+        if report.done():
+            raise report.result()
+        return task.result()
+    finally:
+        task.cancel()
+        report.cancel()
+        await asyncio.gather(task, report, return_exceptions=True)
 
 
 class GroupStarter:

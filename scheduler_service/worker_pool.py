@@ -126,6 +126,17 @@ def is_local(address: str) -> bool:
     return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
 
+def warn_of_plain_links(addresses: Sequence[str]) -> None:
+    """For each worker that is dialled over a network without TLS."""
+    for address in addresses:
+        if not is_local(address):
+            _log.warning(
+                "the connection to the worker at %s is plain: it can be read and changed on the "
+                "way; give --workers-tls-ca, or keep the network to yourself",
+                address,
+            )
+
+
 def choose_rendezvous(config: EngineConfig, addresses: Sequence[str]) -> str:
     """Where the ranks meet: "" for one rank, the configured address, or a free local port.
 

@@ -62,6 +62,17 @@ def test_given_workers_are_not_spawned():
     assert (config.engine.world_size, config.engine.model_dir) == (2, "")
 
 
+def test_workers_may_be_told_of_later():
+    config = parse_arguments(["--model", "m", "--workers", "-", "--tp", "3"])
+    engine = config.engine
+    assert (engine.workers_are_told, engine.spawns, engine.worker_addresses) == (True, False, ())
+    assert (engine.world_size, engine.model_dir) == (3, "")
+    with pytest.raises(ConfigError, match="running workers have chosen theirs"):
+        parse_arguments(["--model", "m", "--workers", "-", "--device", "cpu"])
+    tls = parse_arguments(["--model", "m", "--workers", "-", "--workers-tls-ca", "ca.pem"])
+    assert tls.engine.workers_tls is not None
+
+
 def test_all_slots_run_where_nothing_else_is_asked_for():
     config = parse_arguments(["--model", "m", "--num-slots", "300"])
     assert (config.engine.max_running, config.engine.running_bound) == (0, 300)
