@@ -24,12 +24,13 @@ CLANG_FORMAT_FILES := $(shell find native clients/cpp tests/clients/cpp -name '*
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs docs-api bench bench-gpu
-.PHONY: clean fuzz chaos soak clients-test compose-test protos-check protos-release
+.PHONY: clean fuzz chaos soak clients-test compose-test replicas-test protos-check protos-release
 
 help:
 	@echo "make demo    get a small model, serve it, ask a question, stream the answer"
 	@echo "make test    the whole test suite"
 	@echo "make clients-test   the clients in other languages; make compose-test   the containers"
+	@echo "make replicas-test  replicas behind a load balancer, and workers that Ray places"
 	@echo "make build   build the native library and the protos again (also: make protos)"
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
@@ -58,6 +59,9 @@ clients-test: $(TOOLS)
 # The containers, on a Docker engine; starts one of its own where none answers and it is root.
 compose-test: $(TOOLS)
 	$(BIN)/pytest -m compose $(ARGS) $(TESTS)
+
+replicas-test: $(TOOLS)
+	$(BIN)/pytest -m replicas $(ARGS) $(TESTS)
 
 # What they have seen goes to build/chaos. ARGS="--seed 5" repeats a run; --help tells of more.
 chaos: $(TOOLS)
