@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -32,6 +32,13 @@ class TakesSignals(Protocol):
         """Pass a signal on."""
 
 
+class WorkerPlaces(Protocol):
+    """Knows where the workers are."""
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Give the listener, in place of the last one, a line now and at each change."""
+
+
 class Keeper:
     """One scheduler at a time. One that is killed is followed by another on the same port."""
 
@@ -43,13 +50,16 @@ class Keeper:
         *,
         restarts: bool = True,
         gateway: GatewayKeeper | None = None,
+        workers: WorkerPlaces | None = None,
     ) -> None:
-        """`gateway`: runs beside it, from its first readiness to its end."""
+        """`gateway`: runs beside it, from its first readiness to its end. `workers`: where they
+        are, if not spawned; the flags then say that the scheduler is told."""
         self._model = model
         self._flags = list(flags)
         self._output = output
         self._restarts = restarts
         self._gateway = gateway
+        self._workers = workers
         self._gateway_failure: CliError | None = None
         # Set once somebody wants the end.
         self._is_told = threading.Event()
@@ -109,7 +119,12 @@ class Keeper:
         self.send_signal(signal.SIGTERM)
 
     def _spawn(self) -> ServerProcess:
-        return ServerProcess(scheduler_command(self._model, self._flags), _log_to_stderr)
+        command = scheduler_command(self._model, self._flags)
+        if self._workers is None:
+            return ServerProcess(command, _log_to_stderr)
+        server = ServerProcess(command, _log_to_stderr, is_told=True)
+        self._workers.tell(server.tell)
+        return server
 
     def _follow(self) -> bool:
         """Shows what the scheduler tells until it ends; whether it was ready."""

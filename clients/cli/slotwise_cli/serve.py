@@ -9,6 +9,7 @@ from .demo_model import ensure_demo_model
 from .gateway_keeper import GatewayKeeper, check_port
 from .keeper import Keeper, forwarding_signals
 from .output import CliError, Output, Report
+from .ray_launcher import running_ray_workers
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder, or `demo`.")]
@@ -110,6 +111,31 @@ def serve(
     http_host: Annotated[
         str | None, typer.Option(help="Address of --http-port [127.0.0.1].")
     ] = None,
+    launcher: Annotated[
+        str, typer.Option(help="Who starts the workers: local, or ray, on the nodes of a cluster.")
+    ] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="auto, local (starts one) or HOST:PORT [auto].")
+    ] = None,
+    ray_strategy: Annotated[
+        str | None, typer.Option(help="pack, spread, strict_pack or strict_spread [pack].")
+    ] = None,
+    ray_resources: Annotated[
+        str | None, typer.Option(help="Of each rank, besides its GPU or CPUs: NAME=AMOUNT,...")
+    ] = None,
+    ray_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that the cluster has to make room [60].")
+    ] = None,
+    ray_worker_flags: Annotated[
+        str | None, typer.Option(help="Flags of each worker, such as '--tls-cert F --tls-key F'.")
+    ] = None,
+    workers_tls_ca: Annotated[
+        str | None, typer.Option(help="CA of the certificates of workers that Ray starts, in PEM.")
+    ] = None,
+    workers_tls_cert: Annotated[
+        str | None, typer.Option(help="Certificate that they are shown, in PEM.")
+    ] = None,
+    workers_tls_key: Annotated[str | None, typer.Option(help="Its key, in PEM.")] = None,
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="End when the server is killed.")
     ] = False,
@@ -125,7 +151,6 @@ def serve(
     flags = server_flags(
         host=host,
         port=port,
-        device=device,
         tp=tp,
         num_slots=num_slots,
         max_running=max_running,
@@ -135,10 +160,8 @@ def serve(
         max_queue_len=max_queue_len,
         max_waiting_per_client=max_waiting_per_client,
         fair_share=fair_share,
-        threads=threads,
         served_name=served_name,
         grace=grace,
-        standby_workers=standby_workers,
         worker_timeout=worker_timeout,
         recovery_timeout=recovery_timeout,
         journal=journal,
@@ -156,6 +179,21 @@ def serve(
         log_level=log_level,
         log_format=log_format,
     )
+    devices = server_flags(device=device, threads=threads)
+    standby = server_flags(standby_workers=standby_workers)
+    ray = server_flags(
+        ray_address=ray_address,
+        ray_strategy=ray_strategy,
+        ray_resources=ray_resources,
+        ray_timeout=ray_timeout,
+        ray_worker_flags=ray_worker_flags,
+    )
+    workers_tls = server_flags(
+        workers_tls_ca=workers_tls_ca,
+        workers_tls_cert=workers_tls_cert,
+        workers_tls_key=workers_tls_key,
+    )
+    check_launcher(launcher, only_local=standby, only_ray=ray + workers_tls)
     http = server_flags(
         host=http_host,
         port=http_port,
@@ -172,9 +210,27 @@ def serve(
         )
     with output.progress() as report:
         folder = model_folder(model, report)
-    keeper = Keeper(folder, flags, output, restarts=not no_restart, gateway=gateway)
+    restarts = not no_restart
+    if launcher == "local":
+        _keep(Keeper(folder, flags + devices + standby, output, restarts=restarts, gateway=gateway))
+        return
+    logs = server_flags(log_level=log_level, log_format=log_format)
+    with running_ray_workers(folder, devices + ray + logs, tp or 1, output) as workers:
+        flags += ["--workers", "-", *workers_tls]
+        _keep(Keeper(folder, flags, output, restarts=restarts, gateway=gateway, workers=workers))
+
+
+def _keep(keeper: Keeper) -> None:
     with forwarding_signals(keeper):
         keeper.run()
+
+
+def check_launcher(launcher: str, *, only_local: list[str], only_ray: list[str]) -> None:
+    """CliError when there is none of this name, or when flags are another's."""
+    if launcher not in ("local", "ray"):
+        raise CliError(f"--launcher is {launcher!r}; local or ray is accepted", exit_code=2)
+    if others := only_local if launcher == "ray" else only_ray:
+        raise CliError(f"{others[0]} does not go with --launcher {launcher}", exit_code=2)
 
 
 def _gateway(

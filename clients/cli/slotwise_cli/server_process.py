@@ -1,5 +1,6 @@
 """The scheduler or a gateway as a child process, followed through the JSON lines of `--events`."""
 
+import contextlib
 import ctypes
 import json
 import queue
@@ -34,12 +35,19 @@ class ServerProcess:
     It runs in a session of its own, so that a Ctrl-C reaches it once: through us.
     """
 
-    def __init__(self, command: Sequence[str], log: LogSink, name: str = "the scheduler") -> None:
-        """`name`: what it is called when it fails."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: LogSink,
+        name: str = "the scheduler",
+        *,
+        is_told: bool = False,
+    ) -> None:
+        """`name`: what it is called when it fails. `is_told`: it reads what `tell` is given."""
         self._name = name
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if is_told else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,6 +82,13 @@ class ServerProcess:
                 return event
             report_event(event, report)
         raise self.failure()
+
+    def tell(self, line: str) -> None:
+        """Writes a line to the child's standard input; nothing once it has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def failure(self) -> CliError:
         """Why the child ended."""
