@@ -23,7 +23,7 @@ BUF := build/buf/node_modules/.bin/buf
 CLANG_FORMAT_FILES := $(shell find native clients/cpp tests/clients/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs docs-api bench bench-gpu
+.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs docs-api figures bench bench-gpu
 .PHONY: clean fuzz chaos soak clients-test compose-test replicas-test protos-check protos-release
 
 help:
@@ -34,7 +34,7 @@ help:
 	@echo "make build   build the native library and the protos again (also: make protos)"
 	@echo "make fmt     format the sources          make lint    check style and format"
 	@echo "make type    check types                 make golden  make the golden tokens again"
-	@echo "make docs    build the documentation's site in build/site"
+	@echo "make docs    build the documentation's site in build/site; make figures   draw its simulations"
 	@echo "make docs-api   write the reference in docs/api.md again from the proto"
 	@echo "make protos-check   the protos' style, and that they break no client of the last release"
 	@echo "make chaos   200 random kills under streams on the demo model (an hour or two)"
@@ -116,6 +116,11 @@ golden: $(TOOLS)
 docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "to read it: $(PYTHON) -m http.server --directory build/site"
+
+# The curves of docs/scaling.md; ladders and steps are measured (bench-gpu).
+figures: $(TOOLS)
+	$(BIN)/slotwise simulate --replicas 10 --rate 40,80,100,120,140,160,180,200,220,240 \
+	  --routing hash,least,random --plot docs/figures/simulated-routing.png
 
 docs-api: $(TOOLS)
 	$(BIN)/python tests/api_reference.py

@@ -41,6 +41,7 @@ from .output import CliError, Output
 from .prepare import prepare
 from .replay import replay
 from .serve import serve
+from .simulate import simulate
 
 _REFUSALS = (
     AlreadyExistsError,
@@ -64,7 +65,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     commands = (serve, gateway, generate, chat, attach, replay, demo, doctor, health, prepare)
-    for command in (*commands, make_checkpoint):
+    for command in (*commands, make_checkpoint, simulate):
         app.command()(command)
     app.add_typer(bench, name="bench")
     return app
