@@ -115,10 +115,10 @@ def serve(
         str, typer.Option(help="Who starts the workers: local, or ray, on the nodes of a cluster.")
     ] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(help="auto, local (starts one) or HOST:PORT [auto].")
+        str | None, typer.Option(help="auto, local (starts one) or HOST:PORT \\[auto].")
     ] = None,
     ray_strategy: Annotated[
-        str | None, typer.Option(help="pack, spread, strict_pack or strict_spread [pack].")
+        str | None, typer.Option(help="pack, spread, strict_pack or strict_spread \\[pack].")
     ] = None,
     ray_resources: Annotated[
         str | None, typer.Option(help="Of each rank, besides its GPU or CPUs: NAME=AMOUNT,...")
