@@ -112,9 +112,10 @@ type: $(TOOLS)
 golden: $(TOOLS)
 	$(BIN)/python tests/golden/make_golden.py
 
-# Without a network. The variable: MkDocs' theme has an advertisement.
+# Without a network. With --quiet warnings would not count for --strict; the variable keeps an
+# advertisement of the theme's away.
 docs: $(TOOLS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it: $(PYTHON) -m http.server --directory build/site"
 
 # The curves of docs/scaling.md; ladders and steps are measured (bench-gpu).

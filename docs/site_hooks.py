@@ -48,10 +48,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Links as the site has them, outside of code."""
-    source = Path(page.file.abs_src_path or "").resolve().relative_to(ROOT)
+    source = Path(os.path.relpath(page.file.abs_src_path or "", ROOT)).as_posix()
 
     def linked(match: re.Match[str]) -> str:
-        return _linked(match, source.as_posix(), page.file.src_uri)
+        return _linked(match, source, page.file.src_uri)
 
     return _outside_code(markdown, lambda text: LINK.sub(linked, text))
 
