@@ -18,6 +18,7 @@ from .engine_types import (
     EngineState,
     Load,
     LoadProgress,
+    RankLoad,
 )
 from .errors import GroupError, UnavailableError, UnknownRequestError
 from .limits import Counters
@@ -64,6 +65,8 @@ class Engine:
         self._main: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._num_recoveries = 0
+        # From the loss of the group until it serves again.
+        self._lost_ranks: frozenset[int] = frozenset()
 
     @property
     def state(self) -> EngineState:
@@ -171,10 +174,15 @@ class Engine:
 
     def load(self) -> Load:
         """UnavailableError before the first group is configured."""
-        geometry = self.info().geometry
+        info = self.info()
+        geometry = info.geometry
         loop = self._started_loop()
         scheduler = loop.scheduler
+        oldest_ns = scheduler.oldest_arrival_ns
         return Load(
+            state=self._state,
+            epoch=info.epoch,
+            ranks=tuple(RankLoad(one, one.rank not in self._lost_ranks) for one in info.workers),
             num_running=len(scheduler.seats),
             num_waiting=len(scheduler.queue),
             num_slots=geometry.num_slots,
@@ -186,6 +194,7 @@ class Engine:
             counters=scheduler.counters,
             num_recoveries=self._num_recoveries,
             engine_silence_ns=loop.silence_ns,
+            oldest_waiting_ns=0 if oldest_ns is None else self.now_ns() - oldest_ns,
         )
 
     def slots(self) -> list[SlotView]:
@@ -254,6 +263,7 @@ class Engine:
     async def _recover(self, cause: GroupError) -> None:
         """Brings the group up under a new epoch; requests wait, up to a bound."""
         self._set_state(EngineState.RECOVERING)
+        self._lost_ranks = self._group.lost_ranks(cause)
         _log.error("the worker group is lost: %s", cause)
         for end in self._started_loop().scheduler.lose_group(self.now_ns()):
             _log.error("request %r is given up, the workers died of it twice", end.request_id)
@@ -265,6 +275,7 @@ class Engine:
         finally:
             give_up.cancel()
         self._num_recoveries += 1
+        self._lost_ranks = frozenset()
         _log.info("the worker group is back, epoch %d", self._starter.epoch)
 
     def _give_up(self) -> None:

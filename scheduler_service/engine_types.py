@@ -150,6 +150,8 @@ class WorkerReport:
     num_threads: int
     predicted_memory_bytes: int
     measured_memory_bytes: int
+    # 0: not known.
+    device_memory_bytes: int
     self_tests: tuple[SelfTestReport, ...]
 
 
@@ -196,8 +198,20 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoad:
+    """One rank as RankLoad of inference.proto has it."""
+
+    report: WorkerReport
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine is now."""
+
+    state: EngineState
+    epoch: int
+    ranks: tuple[RankLoad, ...]
 
     num_running: int
     num_waiting: int
@@ -215,3 +229,5 @@ class Load:
     num_recoveries: int
     # Time since the last result while commands are outstanding or a recovery runs; 0 when idle.
     engine_silence_ns: int
+    # Since the arrival of the request that has waited longest; 0 when none waits.
+    oldest_waiting_ns: int

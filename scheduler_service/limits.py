@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import InvalidArgumentError
+from .latencies import Latencies
 from .prefix_index import PrefixReuse
 from .request import FinishReason, Request
 
@@ -155,8 +156,9 @@ class Counters:
     cancelled: int = 0
     deadline: int = 0
     error: int = 0
-    # Of these, ended because the workers died of them.
+    # Of these, ended because the workers died of them, and by logits that are no numbers.
     poisoned: int = 0
+    corrupted: int = 0
     # Prompt tokens of accepted requests.
     num_prompt_tokens: int = 0
     # Tokens released to requests; those past a stop do not count.
@@ -167,6 +169,7 @@ class Counters:
     prefill_step_ns: int = 0
     decode_step_ns: int = 0
     prefix_cache: PrefixCacheCounters = field(default_factory=PrefixCacheCounters)
+    latencies: Latencies = field(default_factory=Latencies)
 
     def count_end(self, reason: FinishReason) -> None:
         """One more request ended, for this reason."""

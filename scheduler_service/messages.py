@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from slotwise.v1 import inference_pb2 as pb
 from .answers import End, ReadFrom, Update
 from .calls import Call, Generation
 from .chat_output import NOTHING, OutputPiece
-from .engine_types import EngineInfo, Load
+from .engine_types import EngineInfo, EngineState, Load
 from .errors import InvalidArgumentError
 from .generate_call import (
     ChatInput,
@@ -30,6 +30,7 @@ from .generate_call import (
     Tool,
     ToolCall,
 )
+from .latencies import Latencies
 from .logprobs import TokenLogprob, TokenLogprobs
 from .model_files import ModelInfo
 from .record import CallRecord, JournalState, Setup
@@ -52,6 +53,15 @@ JOURNAL_STATES = {
     JournalState.OFF: pb.JOURNAL_STATE_OFF,
     JournalState.ON: pb.JOURNAL_STATE_ON,
     JournalState.FAILING: pb.JOURNAL_STATE_FAILING,
+}
+SERVER_STATES = {
+    EngineState.STARTING: pb.SERVER_STATE_STARTING,
+    EngineState.READY: pb.SERVER_STATE_READY,
+    EngineState.RECOVERING: pb.SERVER_STATE_RECOVERING,
+    EngineState.DOWN: pb.SERVER_STATE_DOWN,
+    EngineState.DRAINING: pb.SERVER_STATE_DRAINING,
+    # Nobody is told more than that it ends.
+    EngineState.STOPPED: pb.SERVER_STATE_DRAINING,
 }
 SLOT_STATES = {
     "free": pb.SLOT_STATE_FREE,
@@ -422,7 +432,7 @@ def workers(engine: EngineInfo) -> list[pb.WorkerInfo]:
     ]
 
 
-def load(view: Load, service: InferenceService) -> pb.GetLoadResponse:
+def load(view: Load, service: InferenceService, uptime_ns: int) -> pb.GetLoadResponse:
     counters, rejected = view.counters, service.rejections
     return pb.GetLoadResponse(
         num_running=view.num_running,
@@ -443,6 +453,7 @@ def load(view: Load, service: InferenceService) -> pb.GetLoadResponse:
             rejected_unavailable=rejected.unavailable,
             poisoned=counters.poisoned,
             slow_reader=service.num_slow_readers,
+            corrupted=counters.corrupted,
         ),
         num_prompt_tokens=counters.num_prompt_tokens,
         num_generated_tokens=counters.num_generated_tokens,
@@ -457,6 +468,35 @@ def load(view: Load, service: InferenceService) -> pb.GetLoadResponse:
         num_unread=service.calls.num_unread,
         num_recoveries=view.num_recoveries,
         num_resumed=service.num_resumed,
+        state=SERVER_STATES[view.state],
+        epoch=view.epoch,
+        ranks=[
+            pb.RankLoad(
+                rank=one.report.rank,
+                device=one.report.device,
+                is_up=one.is_up,
+                memory_bytes=one.report.measured_memory_bytes,
+                device_memory_bytes=one.report.device_memory_bytes,
+            )
+            for one in view.ranks
+        ],
+        latencies=_latencies(counters.latencies),
+        oldest_waiting_ns=view.oldest_waiting_ns,
+        uptime_ns=uptime_ns,
+    )
+
+
+def _latencies(latencies: Latencies) -> pb.Latencies:
+    histograms = {field.name: getattr(latencies, field.name) for field in fields(latencies)}
+    return pb.Latencies(
+        **{
+            name: pb.Histogram(
+                upper_bounds_s=[bound / 1e9 for bound in one.upper_bounds],
+                counts=one.counts,
+                sum_s=one.sum / 1e9,
+            )
+            for name, one in histograms.items()
+        }
     )
 
 

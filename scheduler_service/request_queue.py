@@ -39,6 +39,12 @@ class RequestQueue:
         """In order of arrival."""
         return iter(self._requests.values())
 
+    @property
+    def oldest_arrival_ns(self) -> int | None:
+        """Of those that wait; None: none does."""
+        first = next(iter(self), None)
+        return None if first is None else first.arrival_ns
+
     def num_waiting_of(self, client: str) -> int:
         return len(self._places.get(client, ()))
 

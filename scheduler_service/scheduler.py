@@ -114,6 +114,11 @@ class Scheduler:
         return self.queue.num_tokens + running
 
     @property
+    def oldest_arrival_ns(self) -> int | None:
+        """Of those that wait; None: none does."""
+        return self.queue.oldest_arrival_ns
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens kept in free slots."""
         return sum(self.prefixes.index.num_tokens(slot) for slot in self.table.free())
@@ -428,6 +433,7 @@ class Scheduler:
         events = self._prompt_logprobs(seat, row)
         seat.num_computed += planned.num_filled or len(row.token_ids)
         if row.corrupted:
+            self.counters.corrupted += 1
             self.prefixes.index.forget(seat.slot)
             error = FinishReason.ERROR
             return [*events, self.cancel(request.request_id, error, now_ns, *_CORRUPTED)]
@@ -455,6 +461,7 @@ class Scheduler:
     ) -> Sequence[TokenEvent]:
         """These are told now."""
         if events:
+            self.counters.latencies.note_tokens(request, events, now_ns)
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             request.last_token_ns = now_ns
@@ -508,7 +515,9 @@ class Scheduler:
         self.counters.count_end(reason)
         if num_generated is None:
             num_generated = request.num_told
-        return finished_event(request, reason, num_generated, now_ns, matched, message, status)
+        end = finished_event(request, reason, num_generated, now_ns, matched, message, status)
+        self.counters.latencies.note_end(end, now_ns - request.arrival_ns)
+        return end
 
     def _release(self, request: Request, now_ns: int) -> None:
         del self.requests[request.request_id]

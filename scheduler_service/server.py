@@ -233,7 +233,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _load(self) -> pb.GetLoadResponse:
-        return messages.load(self._service.engine.load(), self._service)
+        uptime_ns = self._service.engine.now_ns() - self._started_ns
+        return messages.load(self._service.engine.load(), self._service, uptime_ns)
 
     async def _flush_cache(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
         messages.refuse_unknown_fields(request)

@@ -129,6 +129,13 @@ class WorkerGroup:
         """Makes `receive` raise this error."""
         self._started_pool().fail(error)
 
+    def lost_ranks(self, cause: GroupError) -> frozenset[int]:
+        """Those that the group was lost by, as far as is known; all where it is not."""
+        at_fault = {} if self._pool is None else self._pool.ranks_at_fault()
+        if not at_fault and isinstance(cause, WorkerLostError):
+            return frozenset({cause.rank})
+        return frozenset(at_fault or range(self._config.world_size))
+
     async def close(self) -> None:
         """Ends the streams and the spawned processes."""
         await self._close_pool()

@@ -183,6 +183,7 @@ def _configured(configured: pb.Configured, address: str) -> WorkerConfigured:
         num_threads=configured.num_threads,
         predicted_memory_bytes=configured.predicted_memory_bytes,
         measured_memory_bytes=configured.measured_memory_bytes,
+        device_memory_bytes=configured.device_memory_bytes,
         self_tests=tuple(
             SelfTestReport(test.name, test.passed, test.detail) for test in configured.self_tests
         ),

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STDLIB_ONLY = {
     "errors",
     "integrity",
+    "latencies",
     "limits",
     "prefix_index",
     "prefix_plan",

@@ -367,6 +367,7 @@ def _configured(info: RankInfo) -> worker_pb2.Configured:
         device=info.device,
         predicted_memory_bytes=info.plan.predicted_bytes,
         measured_memory_bytes=info.measured_bytes,
+        device_memory_bytes=info.plan.total_bytes,
         self_tests=[
             inference_pb2.SelfTest(name=test.name, passed=test.passed, detail=test.detail)
             for test in info.self_tests

@@ -138,8 +138,8 @@ CONFIG = EngineConfig(world_size=2, num_slots=3, max_running=2, max_seq_len=64)
 
 def answers(rank1=GEOMETRY, epoch=5, rank=1):
     return [
-        WorkerConfigured(5, GEOMETRY, WorkerReport(0, "a", "cpu", 1, 10, 11, ())),
-        WorkerConfigured(epoch, rank1, WorkerReport(rank, "b", "cpu", 1, 10, 12, ())),
+        WorkerConfigured(5, GEOMETRY, WorkerReport(0, "a", "cpu", 1, 10, 11, 99, ())),
+        WorkerConfigured(epoch, rank1, WorkerReport(rank, "b", "cpu", 1, 10, 12, 99, ())),
     ]
 
 

@@ -55,6 +55,9 @@ type InferenceClient interface {
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
 	// How busy the server is now. Cheap: meant to be polled.
 	GetLoad(ctx context.Context, in *GetLoadRequest, opts ...grpc.CallOption) (*GetLoadResponse, error)
+	// All of the server's metrics in the text format of Prometheus, as its port for metrics has them: for a
+	// gateway, or for whoever reaches this port alone. Answered in every state.
+	GetMetrics(ctx context.Context, in *GetMetricsRequest, opts ...grpc.CallOption) (*GetMetricsResponse, error)
 	// Who sits in which slot now.
 	ListSlots(ctx context.Context, in *ListSlotsRequest, opts ...grpc.CallOption) (*ListSlotsResponse, error)
 	// Forgets every cached prefix, also those of running requests, which go on. Answers do not change: later
@@ -238,6 +241,15 @@ func (c *inferenceClient) GetLoad(ctx context.Context, in *GetLoadRequest, opts 
 	return out, nil
 }
 
+func (c *inferenceClient) GetMetrics(ctx context.Context, in *GetMetricsRequest, opts ...grpc.CallOption) (*GetMetricsResponse, error) {
+	out := new(GetMetricsResponse)
+	err := c.cc.Invoke(ctx, "/slotwise.v1.Inference/GetMetrics", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *inferenceClient) ListSlots(ctx context.Context, in *ListSlotsRequest, opts ...grpc.CallOption) (*ListSlotsResponse, error) {
 	out := new(ListSlotsResponse)
 	err := c.cc.Invoke(ctx, "/slotwise.v1.Inference/ListSlots", in, out, opts...)
@@ -298,6 +310,9 @@ type InferenceServer interface {
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
 	// How busy the server is now. Cheap: meant to be polled.
 	GetLoad(context.Context, *GetLoadRequest) (*GetLoadResponse, error)
+	// All of the server's metrics in the text format of Prometheus, as its port for metrics has them: for a
+	// gateway, or for whoever reaches this port alone. Answered in every state.
+	GetMetrics(context.Context, *GetMetricsRequest) (*GetMetricsResponse, error)
 	// Who sits in which slot now.
 	ListSlots(context.Context, *ListSlotsRequest) (*ListSlotsResponse, error)
 	// Forgets every cached prefix, also those of running requests, which go on. Answers do not change: later
@@ -342,6 +357,9 @@ func (UnimplementedInferenceServer) GetServerInfo(context.Context, *GetServerInf
 }
 func (UnimplementedInferenceServer) GetLoad(context.Context, *GetLoadRequest) (*GetLoadResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method GetLoad not implemented")
+}
+func (UnimplementedInferenceServer) GetMetrics(context.Context, *GetMetricsRequest) (*GetMetricsResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method GetMetrics not implemented")
 }
 func (UnimplementedInferenceServer) ListSlots(context.Context, *ListSlotsRequest) (*ListSlotsResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method ListSlots not implemented")
@@ -569,6 +587,24 @@ func _Inference_GetLoad_Handler(srv interface{}, ctx context.Context, dec func(i
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Inference_GetMetrics_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetMetricsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServer).GetMetrics(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/slotwise.v1.Inference/GetMetrics",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServer).GetMetrics(ctx, req.(*GetMetricsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Inference_ListSlots_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(ListSlotsRequest)
 	if err := dec(in); err != nil {
@@ -640,6 +676,10 @@ var _Inference_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "GetLoad",
 			Handler:    _Inference_GetLoad_Handler,
+		},
+		{
+			MethodName: "GetMetrics",
+			Handler:    _Inference_GetMetrics_Handler,
 		},
 		{
 			MethodName: "ListSlots",

@@ -401,6 +401,9 @@ SERVER_INFO: Call[pb.GetServerInfoRequest, pb.GetServerInfoResponse, ServerInfo]
 LOAD: Call[pb.GetLoadRequest, pb.GetLoadResponse, Load] = Call(
     _inference("GetLoad"), pb.GetLoadResponse, lambda response: mirror(Load, response)
 )
+METRICS: Call[pb.GetMetricsRequest, pb.GetMetricsResponse, bytes] = Call(
+    _inference("GetMetrics"), pb.GetMetricsResponse, lambda response: response.text
+)
 SLOTS: Call[pb.ListSlotsRequest, pb.ListSlotsResponse, list[Slot]] = Call(
     _inference("ListSlots"),
     pb.ListSlotsResponse,

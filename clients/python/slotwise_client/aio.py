@@ -326,6 +326,10 @@ class AsyncClient:
         """How busy the server is; cheap enough to poll."""
         return await self._unary(protocol.LOAD, pb.GetLoadRequest(), timeout)
 
+    async def metrics(self, *, timeout: float | None = None) -> bytes:
+        """All of the server's metrics in the text format of Prometheus."""
+        return await self._unary(protocol.METRICS, pb.GetMetricsRequest(), timeout)
+
     async def slots(self, *, timeout: float | None = None) -> list[Slot]:
         """Who sits in which slot."""
         return await self._unary(protocol.SLOTS, pb.ListSlotsRequest(), timeout)

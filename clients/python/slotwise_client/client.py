@@ -372,6 +372,10 @@ class Client:
         """How busy the server is; cheap enough to poll."""
         return self._unary(protocol.LOAD, pb.GetLoadRequest(), timeout)
 
+    def metrics(self, *, timeout: float | None = None) -> bytes:
+        """All of the server's metrics in the text format of Prometheus."""
+        return self._unary(protocol.METRICS, pb.GetMetricsRequest(), timeout)
+
     def slots(self, *, timeout: float | None = None) -> list[Slot]:
         """Who sits in which slot."""
         return self._unary(protocol.SLOTS, pb.ListSlotsRequest(), timeout)

@@ -121,6 +121,7 @@ class Counters:
     rejected_unavailable: int
     poisoned: int
     slow_reader: int
+    corrupted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,82 @@ class PrefixCache:
     num_evictions: int
     num_evicted_tokens: int
     num_cached_tokens: int
+
+
+class ServerState(StrEnum):
+    """UNSPECIFIED stands for a state this client does not know."""
+
+    UNSPECIFIED = "unspecified"
+    STARTING = "starting"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """One tensor-parallel rank now. device_memory_bytes 0: not known."""
+
+    rank: int
+    device: str
+    is_up: bool
+    memory_bytes: int
+    device_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often a time in seconds fell into which bucket, since start.
+
+    `counts` has one more than `upper_bounds_s`: what is beyond the last bound. Empty both when the
+    server tells none.
+    """
+
+    upper_bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum_s: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean_s(self) -> float | None:
+        """None when it counts nothing."""
+        return self.sum_s / self.count if self.count else None
+
+    def quantile(self, q: float) -> float | None:
+        """The time below which the share q (0 to 1) lies, linear within a bucket, as Prometheus'
+        histogram_quantile; the last bound for what is beyond it. None when it counts nothing."""
+        wanted, seen, lower_s = q * self.count, 0, 0.0
+        if not self.count:
+            return None
+        for upper_s, number in zip(self.upper_bounds_s, self.counts, strict=False):
+            if number and seen + number >= wanted:
+                return lower_s + (upper_s - lower_s) * max(0.0, wanted - seen) / number
+            seen, lower_s = seen + number, upper_s
+        return lower_s
+
+    def __sub__(self, earlier: "Histogram") -> "Histogram":
+        """What came since `earlier`; all of it where the server was restarted since."""
+        counts = tuple(a - b for a, b in zip(self.counts, earlier.counts, strict=False))
+        if self.upper_bounds_s != earlier.upper_bounds_s or min(counts, default=0) < 0:
+            return self
+        return Histogram(self.upper_bounds_s, counts, self.sum_s - earlier.sum_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Times of all requests since start, as `inference.proto` defines them."""
+
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    time_per_output_token: Histogram
+    e2e_request_latency: Histogram
+    request_queue_time: Histogram
+    request_prefill_time: Histogram
+    request_decode_time: Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +236,20 @@ class Load:
     num_unread: int
     num_recoveries: int
     num_resumed: int
+    state: ServerState
+    epoch: int
+    ranks: tuple[RankLoad, ...]
+    latencies: Latencies
+    oldest_waiting_ns: int
+    uptime_ns: int
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        return self.oldest_waiting_ns / 1e9
+
+    @property
+    def uptime_s(self) -> float:
+        return self.uptime_ns / 1e9
 
 
 class SlotState(StrEnum):

@@ -601,6 +601,70 @@ pub struct GetLoadResponse {
     pub num_recoveries: u64,
     #[prost(uint64, tag="18")]
     pub num_resumed: u64,
+    #[prost(enumeration="ServerState", tag="19")]
+    pub state: i32,
+    #[prost(uint64, tag="20")]
+    pub epoch: u64,
+    #[prost(message, repeated, tag="21")]
+    pub ranks: ::prost::alloc::vec::Vec<RankLoad>,
+    #[prost(message, optional, tag="22")]
+    pub latencies: ::core::option::Option<Latencies>,
+    #[prost(uint64, tag="23")]
+    pub oldest_waiting_ns: u64,
+    #[prost(uint64, tag="24")]
+    pub uptime_ns: u64,
+}
+#[allow(clippy::derive_partial_eq_without_eq)]
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct RankLoad {
+    #[prost(uint32, tag="1")]
+    pub rank: u32,
+    #[prost(string, tag="2")]
+    pub device: ::prost::alloc::string::String,
+    #[prost(bool, tag="3")]
+    pub is_up: bool,
+    #[prost(uint64, tag="4")]
+    pub memory_bytes: u64,
+    #[prost(uint64, tag="5")]
+    pub device_memory_bytes: u64,
+}
+#[allow(clippy::derive_partial_eq_without_eq)]
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Latencies {
+    #[prost(message, optional, tag="1")]
+    pub time_to_first_token: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="2")]
+    pub inter_token_latency: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="3")]
+    pub time_per_output_token: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="4")]
+    pub e2e_request_latency: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="5")]
+    pub request_queue_time: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="6")]
+    pub request_prefill_time: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="7")]
+    pub request_decode_time: ::core::option::Option<Histogram>,
+}
+#[allow(clippy::derive_partial_eq_without_eq)]
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Histogram {
+    #[prost(double, repeated, tag="1")]
+    pub upper_bounds_s: ::prost::alloc::vec::Vec<f64>,
+    #[prost(uint64, repeated, tag="2")]
+    pub counts: ::prost::alloc::vec::Vec<u64>,
+    #[prost(double, tag="3")]
+    pub sum_s: f64,
+}
+#[allow(clippy::derive_partial_eq_without_eq)]
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct GetMetricsRequest {
+}
+#[allow(clippy::derive_partial_eq_without_eq)]
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct GetMetricsResponse {
+    #[prost(bytes="vec", tag="1")]
+    pub text: ::prost::alloc::vec::Vec<u8>,
 }
 #[allow(clippy::derive_partial_eq_without_eq)]
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -647,6 +711,8 @@ pub struct RequestCounters {
     pub poisoned: u64,
     #[prost(uint64, tag="11")]
     pub slow_reader: u64,
+    #[prost(uint64, tag="12")]
+    pub corrupted: u64,
 }
 #[allow(clippy::derive_partial_eq_without_eq)]
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -750,6 +816,44 @@ impl JournalState {
             "JOURNAL_STATE_OFF" => Some(Self::Off),
             "JOURNAL_STATE_ON" => Some(Self::On),
             "JOURNAL_STATE_FAILING" => Some(Self::Failing),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum ServerState {
+    Unspecified = 0,
+    Starting = 1,
+    Ready = 2,
+    Recovering = 3,
+    Down = 4,
+    Draining = 5,
+}
+impl ServerState {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            ServerState::Unspecified => "SERVER_STATE_UNSPECIFIED",
+            ServerState::Starting => "SERVER_STATE_STARTING",
+            ServerState::Ready => "SERVER_STATE_READY",
+            ServerState::Recovering => "SERVER_STATE_RECOVERING",
+            ServerState::Down => "SERVER_STATE_DOWN",
+            ServerState::Draining => "SERVER_STATE_DRAINING",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "SERVER_STATE_UNSPECIFIED" => Some(Self::Unspecified),
+            "SERVER_STATE_STARTING" => Some(Self::Starting),
+            "SERVER_STATE_READY" => Some(Self::Ready),
+            "SERVER_STATE_RECOVERING" => Some(Self::Recovering),
+            "SERVER_STATE_DOWN" => Some(Self::Down),
+            "SERVER_STATE_DRAINING" => Some(Self::Draining),
             _ => None,
         }
     }
