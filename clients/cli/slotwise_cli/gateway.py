@@ -57,6 +57,9 @@ def gateway(
     model_alias: Annotated[
         list[str] | None, typer.Option(help="Another name of the model; may be repeated.")
     ] = None,
+    no_status_page: Annotated[
+        bool, typer.Option("--no-status-page", help="Do not serve the page /status.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str | None, typer.Option(help="text or json \\[text].")] = None,
     as_json: JsonFlag = False,
@@ -85,6 +88,7 @@ def gateway(
         max_connections=max_connections,
         keep_alive=keep_alive,
         grace=grace,
+        no_status_page=no_status_page,
         log_level=log_level,
         log_format=log_format,
     )

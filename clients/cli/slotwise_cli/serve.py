@@ -136,6 +136,9 @@ def serve(
         str | None, typer.Option(help="Certificate that they are shown, in PEM.")
     ] = None,
     workers_tls_key: Annotated[str | None, typer.Option(help="Its key, in PEM.")] = None,
+    no_status_page: Annotated[
+        bool, typer.Option("--no-status-page", help="--http-port serves no page /status.")
+    ] = False,
     no_restart: Annotated[
         bool, typer.Option("--no-restart", help="End when the server is killed.")
     ] = False,
@@ -197,6 +200,7 @@ def serve(
     http = server_flags(
         host=http_host,
         port=http_port,
+        no_status_page=no_status_page,
         grace=grace,
         log_level=log_level,
         log_format=log_format,

@@ -26,6 +26,7 @@ from .fields import Route
 from .gateway import Gateway
 from .generation import Generation
 from .metrics import CONTENT_TYPE
+from .status_page import StatusPages
 from .upstream import CALL_TIMEOUT_S
 
 # In the counts: the client has left without one.
@@ -57,6 +58,7 @@ def make_app(config: Config, gateway: Gateway | None = None) -> Starlette:
             Path("/health", pages.health),
             Path("/ready", pages.ready),
             Path("/metrics", pages.metrics),
+            *(StatusPages(gateway).routes() if config.status_page else ()),
         ],
         middleware=[Middleware(_Front, gateway=gateway)],
         exception_handlers={

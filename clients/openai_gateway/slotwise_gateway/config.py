@@ -67,6 +67,7 @@ class Config:
     keep_alive_s: float = 15.0
     # More names of the model.
     model_aliases: tuple[str, ...] = ()
+    status_page: bool = True
     log_level: str = "info"
     log_format: str = "text"
     # Readiness as JSON lines on standard output.
@@ -150,6 +151,7 @@ def parse_arguments(
         grace_s=given.grace,
         keep_alive_s=given.keep_alive,
         model_aliases=tuple(given.model_alias),
+        status_page=not given.no_status_page,
         log_level=given.log_level,
         log_format=given.log_format,
         events=given.events,
@@ -186,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-alive", type=float, default=15.0, help="seconds until a silent stream says so")
     add("--grace", type=float, default=30.0, help="seconds for running requests after SIGTERM")
     add("--model-alias", action="append", default=[], help="another name of the model")
+    add("--no-status-page", action="store_true", help="do not serve /status")
     add("--log-level", choices=LOG_LEVELS, default="info")
     add("--log-format", choices=LOG_FORMATS, default="text")
     add("--events", action="store_true", help="readiness as JSON lines on standard output")

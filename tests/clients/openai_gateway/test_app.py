@@ -122,7 +122,7 @@ async def test_models(served, address):
 @pytest.mark.parametrize(
     ("method", "path", "code", "allow"),
     [
-        ("GET", "/", 404, None),
+        ("GET", "/v1", 404, None),
         ("POST", f"{CHAT}/", 404, None),
         ("GET", CHAT, 405, "POST"),
         ("DELETE", "/v1/models", 405, "GET, HEAD"),

@@ -261,7 +261,7 @@ async def test_required_fields(front_gateway):
         ("PUT", COMPLETIONS, 405, {"POST"}),
         ("DELETE", "/v1/models", 405, {"GET", "HEAD"}),
         ("POST", "/health", 405, {"GET", "HEAD"}),
-        ("GET", "/", 404, None),
+        ("GET", "/v1", 404, None),
         ("POST", "/v1/embeddings", 404, None),
         ("POST", "/v1/responses", 404, None),
         ("GET", "/v1/models/", 404, None),

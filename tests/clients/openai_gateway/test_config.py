@@ -27,7 +27,7 @@ def test_every_flag():
             *("--body-timeout", "3", "--headers-timeout", "4"),
             *("--max-connections", "5", "--keep-alive", "6", "--grace", "7"),
             *("--model-alias", "a", "--model-alias", "b", "--log-level", "debug"),
-            *("--log-format", "json", "--events"),
+            *("--log-format", "json", "--events", "--no-status-page"),
         ],
         {"SLOTWISE_TOKEN": "secret"},
     )
@@ -50,6 +50,7 @@ def test_every_flag():
         keep_alive_s=6,
         grace_s=7,
         model_aliases=("a", "b"),
+        status_page=False,
         log_level="debug",
         log_format="json",
         events=True,
