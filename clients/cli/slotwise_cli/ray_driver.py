@@ -141,6 +141,8 @@ class _Rank:
     place: Placed | None = None
     listening: Listening | None = None
     has_listened: bool = False
+    # Of its last line.
+    log_level: str = "INFO"
     # When it lost its place, or when that was reported last.
     lost_s: float = 0.0
 
@@ -233,9 +235,11 @@ class Ranks:
     def _take(self, rank: int, news: News) -> None:
         one = self._ranks[rank]
         if isinstance(news, Said):
-            match = _LOG_LINE.fullmatch(news.line)
-            level, text = (match[1], match[2]) if match else ("INFO", news.line)
-            self._log.write(level, "slotwise.worker", f"worker {rank}: {text}")
+            text = news.line
+            # Lines without a level, as those of a traceback, belong to the one before.
+            if match := _LOG_LINE.fullmatch(text):
+                one.log_level, text = match[1], match[2]
+            self._log.write(one.log_level, "slotwise.worker", f"worker {rank}: {text}")
         elif isinstance(news, Placed):
             one.place, one.listening = news, None
             self._note("INFO", f"rank {rank} is placed on {_name(news)}")

@@ -87,7 +87,9 @@ class RayLauncher:
                 self._driver = self._spawn()
 
     def _spawn(self) -> ServerProcess:
-        return ServerProcess(self._command, _log_to_stderr, "the driver of Ray")
+        # It ends what it has begun, also after us.
+        name, end_signal = "the driver of Ray", signal.SIGTERM
+        return ServerProcess(self._command, _log_to_stderr, name, end_signal=end_signal)
 
     def _heard(self, event: Event) -> bool:
         if event.get("event") != "workers":

@@ -30,6 +30,8 @@ _NEWS_S: Final = 5.0
 _END_GRACE_S: Final = 3.0
 # As `python -m worker --exit-with-parent` takes it.
 _END_SIGNAL: Final = signal.SIGUSR1
+# Of a worker that cannot free itself: another process can.
+_EXIT_STUCK: Final = 75
 # For the worker, unless set. Programs with NVLink multicast have put all GPUs of a host out of
 # service for a day; the sums between ranks do without.
 _ENVIRONMENT: Final = {
@@ -189,7 +191,8 @@ class _Keeping:
         last_lines, has_listened = self._follow(self._process)
         code = self._process.wait()
         if not self._is_told.is_set():
-            self._news.put(Ended(f"{_ended_by(code)}: {_last_words(last_lines)}", code < 0))
+            was_killed = code < 0 or code == _EXIT_STUCK
+            self._news.put(Ended(f"{_ended_by(code)}: {_last_words(last_lines)}", was_killed))
         return has_listened
 
     def _spawn(self) -> subprocess.Popen[str]:

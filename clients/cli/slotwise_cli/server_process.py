@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,8 +43,10 @@ class ServerProcess:
         name: str = "the scheduler",
         *,
         is_told: bool = False,
+        end_signal: int = signal.SIGKILL,
     ) -> None:
-        """`name`: what it is called when it fails. `is_told`: it reads what `tell` is given."""
+        """`name`: what it is called when it fails. `is_told`: it reads what `tell` is given.
+        `end_signal`: what it gets when this process ends."""
         self._name = name
         self._process = subprocess.Popen(
             command,
@@ -52,7 +55,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=partial(_end_with_parent, end_signal) if sys.platform == "linux" else None,
         )
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._last_lines: deque[str] = deque(maxlen=50)
@@ -177,6 +180,6 @@ def _drop(line: str) -> None:
     """The log of a helper server is shown only in the error when it fails."""
 
 
-def _end_with_parent() -> None:
-    # At once: whoever starts another one wants its port and its journal.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _end_with_parent(signum: int) -> None:
+    # A scheduler at once: whoever starts another one wants its port and its journal.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
