@@ -75,6 +75,8 @@ class WorkerGroup:
         self._pool: WorkerPool | None = None
         self._told = told
         self._telling: asyncio.Task[None] | None = None
+        # Where told workers were last.
+        self._dialled: tuple[str, ...] = ()
         if told is None and config.workers_are_told:
             self._told = ToldWorkers(config.world_size)
             self._telling = asyncio.create_task(self._told.read(sys.stdin), name="told workers")
@@ -157,7 +159,8 @@ class WorkerGroup:
     async def _start_told(self, told: ToldWorkers, epoch: int) -> EngineInfo:
         places = await told.all_known()
         if self._config.workers_tls is None:
-            warn_of_plain_links(places.known())
+            warn_of_plain_links([one for one in places.known() if one not in self._dialled])
+        self._dialled = places.known()
         config = self._config
         if places.rendezvous_address:
             config = replace(config, rendezvous_address=places.rendezvous_address)
