@@ -118,8 +118,9 @@ docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it: $(PYTHON) -m http.server --directory build/site"
 
-# The curves of docs/scaling.md; ladders and steps are measured (bench-gpu).
+# The diagrams of docs/concepts.md and the curves of docs/scaling.md; ladders and steps are measured (bench-gpu).
 figures: $(TOOLS)
+	$(BIN)/python docs/figures/diagrams.py
 	$(BIN)/slotwise simulate --replicas 10 --rate 40,80,100,120,140,160,180,200,220,240 \
 	  --routing hash,least,random --plot docs/figures/simulated-routing.png
 

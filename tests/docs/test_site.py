@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from docs.blocks import ROOT
@@ -138,3 +139,16 @@ def test_a_fault_fails_the_build(tmp_path, change, said):
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
+
+
+def test_the_diagrams_are_those_that_the_script_draws(tmp_path):
+    figures = ROOT / "docs" / "figures"
+    copied = tmp_path / "diagrams.py"
+    copied.write_text((figures / "diagrams.py").read_text())
+    subprocess.run([sys.executable, copied], check=True)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert len(drawn) == 5
+    assert drawn == {path.name: path.read_text() for path in figures.glob("concept-*.svg")}
+    for name, text in drawn.items():
+        assert "prefers-color-scheme: dark" in text
+        assert ElementTree.fromstring(text).tag.endswith("svg"), name
