@@ -102,15 +102,18 @@ class Served:
                 text=True,
             )
         self._address = ""
-        self._is_ready = threading.Event()
+        self._num_ready = 0
+        self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def log(self) -> str:
         return self._log_file.read_text()
 
-    def wait_ready(self) -> None:
-        assert self._is_ready.wait(PATIENCE_S), self.log()
+    def wait_ready(self, times: int = 1) -> None:
+        with self._changed:
+            is_ready = self._changed.wait_for(lambda: self._num_ready >= times, PATIENCE_S)
+        assert is_ready, self.log()
         assert self._address, self.log()
 
     @contextlib.contextmanager
@@ -122,10 +125,10 @@ class Served:
         with self.stub() as stub:
             return stub.GetLoad(pb.GetLoadRequest()).num_recoveries
 
-    def driver(self) -> psutil.Process:
-        """The process that Ray knows."""
+    def child(self, module: str) -> psutil.Process:
+        """The process that runs it: the scheduler, or the one that Ray knows."""
         children = psutil.Process(self.process.pid).children()
-        return next(one for one in children if "slotwise_cli.ray_driver" in one.cmdline())
+        return next(one for one in children if module in one.cmdline())
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -143,8 +146,14 @@ class Served:
             event = json.loads(line)
             if event.get("event") == "ready":
                 self._address = event["address"]
-                self._is_ready.set()
-        self._is_ready.set()
+                self._count()
+        # One that has ended is waited for no more.
+        self._count(1000)
+
+    def _count(self, ready: int = 1) -> None:
+        with self._changed:
+            self._num_ready += ready
+            self._changed.notify_all()
 
 
 def workers(raylet: int) -> list[psutil.Process]:

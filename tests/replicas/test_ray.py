@@ -133,12 +133,21 @@ def test_a_killed_driver_is_followed_by_another(rig):
         stream = Stream(stub, REQUEST)
         stream.read_some(20)
         stop_workers(rig.nodes[0])
-        rig.served.driver().kill()
+        rig.served.child("slotwise_cli.ray_driver").kill()
         assert stream.rest() == rig.tokens
     assert rig.served.num_recoveries() > before
     assert len(rig.all_workers()) == 2
     assert not set(rig.all_workers()) & set(gone)
     assert "the driver of Ray was killed by signal 9" in rig.served.log()
+
+
+def test_a_killed_scheduler_finds_the_workers_again(rig):
+    left = rig.all_workers()
+    rig.served.child("scheduler_service").kill()
+    rig.served.wait_ready(2)
+    with rig.served.stub() as stub:
+        assert Stream(stub, REQUEST).rest() == rig.tokens
+    assert rig.all_workers() == left, "they keep their weights"
 
 
 def test_a_second_replica_beside_it_over_tls_and_no_room_for_a_third(rig, tmp_path):
