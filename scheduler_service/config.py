@@ -81,6 +81,9 @@ class Config:
     host: str = "127.0.0.1"
     # 0: any free port.
     port: int = 50051
+    # For Prometheus, over plain HTTP; None: nothing listens there. 0: any free port.
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     # What the engine is told; its fields carry their own defaults.
     engine: EngineConfig = field(default_factory=EngineConfig)
     access: Access = Access()
@@ -98,6 +101,9 @@ class Config:
                 "host is empty; 127.0.0.1 is this machine only, 0.0.0.0 every network"
             )
         _check_range("port", self.port, 0, 65535)
+        _check_range("metrics_port", self.metrics_port or 0, 0, 65535)
+        if not self.metrics_host:
+            raise ConfigError("metrics_host is empty; 127.0.0.1 is this machine only")
         _check_seconds("grace", self.grace_s, 0)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
@@ -261,6 +267,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         served_name=given.served_name,
         host=given.host,
         port=given.port,
+        metrics_port=given.metrics_port,
+        metrics_host=given.metrics_host,
         engine=engine,
         grace_s=given.grace,
         log_level=given.log_level,
@@ -337,6 +345,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-name", default=own.served_name, help="name shown to clients; empty: the folder's")
     add("--host", default=own.host, help="address to listen on")
     add("--port", type=int, default=own.port, help="0: any free port")
+    metrics = (
+        "port of /metrics for Prometheus, over plain HTTP and for whoever asks; 0: any free one"
+    )
+    add("--metrics-port", type=int, help=metrics)
+    add("--metrics-host", default=own.metrics_host, help="address that it listens on")
     add("--grace", type=float, default=own.grace_s, help="seconds to finish requests on SIGTERM")
     add("--log-level", choices=LOG_LEVELS, default=own.log_level, help="least level to log")
     add("--log-format", choices=LOG_FORMATS, default=own.log_format, help="form of log lines")

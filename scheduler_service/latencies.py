@@ -1,4 +1,4 @@
-"""How long requests took, as histograms. Pure; times in ns."""
+"""How long requests took and how large they were, as histograms. Pure; times in ns."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def bounds(least: int, num_decades: int) -> tuple[int, ...]:
     return (*inner, least * 10**num_decades)
 
 
+# 1 to 16 million.
+TOKENS_BOUNDS = tuple(4**power for power in range(13))
 # 0.1 ms to 10 s, and 1 ms to 1,000 s.
 TOKEN_BOUNDS_NS = bounds(100_000, 5)
 REQUEST_BOUNDS_NS = bounds(1_000_000, 6)
@@ -88,3 +90,28 @@ class Latencies:
         self.e2e_request_latency.observe(e2e_ns)
         if end.num_generated_tokens > 1:
             self.time_per_output_token.observe(end.decode_ns // (end.num_generated_tokens - 1))
+
+
+def _of_sizes() -> Histogram:
+    return Histogram(TOKENS_BOUNDS)
+
+
+@dataclass(slots=True)
+class Sizes:
+    """In tokens: of requests that have ended, and of the workers' steps."""
+
+    request_prompt_tokens: Histogram = field(default_factory=_of_sizes)
+    request_generation_tokens: Histogram = field(default_factory=_of_sizes)
+    # Prompt and generated ones together.
+    iteration_tokens: Histogram = field(default_factory=_of_sizes)
+
+    def note_end(self, end: FinishedEvent) -> None:
+        self.request_prompt_tokens.observe(end.num_prompt_tokens)
+        self.request_generation_tokens.observe(end.num_generated_tokens)
+
+    def note_step(self, num_prefill_tokens: int, num_generated: int, num_steps: int) -> None:
+        """A command of so many steps, which generated so many tokens in all."""
+        if num_steps > 1:
+            self.iteration_tokens.observe_parts(num_generated, num_steps)
+        else:
+            self.iteration_tokens.observe(num_prefill_tokens + num_generated)

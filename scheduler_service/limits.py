@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import InvalidArgumentError
-from .latencies import Latencies
+from .latencies import Latencies, Sizes
 from .prefix_index import PrefixReuse
 from .request import FinishReason, Request
 
@@ -161,6 +161,8 @@ class Counters:
     corrupted: int = 0
     # Prompt tokens of accepted requests.
     num_prompt_tokens: int = 0
+    # Of them, of requests that have ended: found in the prefix cache and not computed.
+    num_cached_prompt_tokens: int = 0
     # Tokens released to requests; those past a stop do not count.
     num_generated_tokens: int = 0
     # Forwards: a command of three decode steps counts three.
@@ -170,6 +172,7 @@ class Counters:
     decode_step_ns: int = 0
     prefix_cache: PrefixCacheCounters = field(default_factory=PrefixCacheCounters)
     latencies: Latencies = field(default_factory=Latencies)
+    sizes: Sizes = field(default_factory=Sizes)
 
     def count_end(self, reason: FinishReason) -> None:
         """One more request ended, for this reason."""

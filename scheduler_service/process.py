@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 
 import grpc
 
@@ -20,6 +20,8 @@ from .engine_types import EngineState, LoadProgress
 from .health import HealthService
 from .journal import Journal, JournalError, RecordedCall
 from .listener import bind, make_server
+from .metrics import Metrics
+from .metrics_port import metrics_port
 from .server import add_inference, resume_calls
 from .service import InferenceService, Survival, load_model
 from .tls import server_credentials
@@ -46,6 +48,7 @@ class Process:
         self._is_open = False
         self._at_end = contextlib.ExitStack()
         self._health = HealthService(config.engine.world_size)
+        self._metrics = Metrics()
         self._engine = Engine(config.engine, self._on_state, self._on_progress)
 
     async def run(self) -> None:
@@ -61,12 +64,23 @@ class Process:
             credentials = server_credentials(access.tls) if access.tls else None
             address = await bind(server, self._config.host, self._config.port, credentials)
             try:
-                await self._serve(server, address)
+                async with self._metrics_port():
+                    await self._serve(server, address)
             finally:
                 await self._engine.stop()
                 self._health.close()
                 await server.stop(None)
                 self._at_end.close()
+
+    @contextlib.asynccontextmanager
+    async def _metrics_port(self) -> AsyncIterator[None]:
+        host, port = self._config.metrics_host, self._config.metrics_port
+        if port is None:
+            yield
+            return
+        async with metrics_port(host, port, self._metrics.text) as address:
+            log.info("metrics on http://%s/metrics", address)
+            yield
 
     async def _serve(self, server: grpc.aio.Server, address: str) -> None:
         # The workers meanwhile: both take seconds.
@@ -108,7 +122,7 @@ class Process:
         survival, recorded = await self._survival()
         service = InferenceService(model, self._engine, survival, is_open=False)
         self._at_end.callback(service.calls.close)
-        add_inference(server, service, self._config.engine, self._callers)
+        add_inference(server, service, self._config.engine, self._callers, self._metrics)
         await server.start()
         return service, recorded
 

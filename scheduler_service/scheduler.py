@@ -414,13 +414,16 @@ class Scheduler:
         return self._finish(request, FinishReason.DEADLINE, now_ns, message=message)
 
     def _count_step(self, step: Outstanding, result: StepResult) -> None:
+        lengths = [len(row.token_ids) for row in result.rows]
         if step.num_prefill_tokens:
             self.counters.num_steps += 1
+            self.counters.sizes.note_step(step.num_prefill_tokens, sum(lengths), 1)
             self.counters.prefill_step_ns += result.duration_ns
             self._prefill_pace.observe(result.duration_ns, step.num_prefill_tokens)
             return
-        num_steps = max(len(row.token_ids) for row in result.rows)
+        num_steps = max(lengths)
         self.counters.num_steps += num_steps
+        self.counters.sizes.note_step(0, sum(lengths), num_steps)
         self.counters.decode_step_ns += result.duration_ns
         # Where all slots stopped early, a worker may have run the other steps or not.
         if num_steps == step.num_steps:
@@ -517,6 +520,8 @@ class Scheduler:
             num_generated = request.num_told
         end = finished_event(request, reason, num_generated, now_ns, matched, message, status)
         self.counters.latencies.note_end(end, now_ns - request.arrival_ns)
+        self.counters.sizes.note_end(end)
+        self.counters.num_cached_prompt_tokens += end.num_cached_tokens
         return end
 
     def _release(self, request: Request, now_ns: int) -> None:

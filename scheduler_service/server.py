@@ -23,6 +23,7 @@ from .calls import Generation
 from .engine_types import EngineConfig
 from .errors import InvalidArgumentError, SlotwiseError, SlowReaderError
 from .journal import RecordedCall
+from .metrics import Metrics
 from .service import Accepting, InferenceService
 from .status import CallContext, to_status
 from .validation import check_request_id
@@ -35,8 +36,17 @@ log = logging.getLogger(__name__)
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Turns messages into calls of the service, and its errors into statuses."""
 
-    def __init__(self, service: InferenceService, config: EngineConfig, callers: Callers) -> None:
+    def __init__(
+        self,
+        service: InferenceService,
+        config: EngineConfig,
+        callers: Callers,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """metrics None: of its own."""
         self._service = service
+        self._metrics = metrics or Metrics()
+        self._metrics.follow(service)
         self._config = config
         self._callers = callers
         self._started_ns = service.engine.now_ns()
@@ -85,6 +95,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: CallContext) -> pb.GetLoadResponse:
         return await self._answer(context, self._load())
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: CallContext
+    ) -> pb.GetMetricsResponse:
+        return await self._answer(context, self._text_of_metrics())
 
     async def ListSlots(
         self, request: pb.ListSlotsRequest, context: CallContext
@@ -236,6 +251,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         uptime_ns = self._service.engine.now_ns() - self._started_ns
         return messages.load(self._service.engine.load(), self._service, uptime_ns)
 
+    async def _text_of_metrics(self) -> pb.GetMetricsResponse:
+        return pb.GetMetricsResponse(text=self._metrics.text())
+
     async def _flush_cache(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
         messages.refuse_unknown_fields(request)
         return pb.FlushCacheResponse(num_tokens=self._service.engine.flush())
@@ -271,9 +289,11 @@ def add_inference(
     service: InferenceService,
     config: EngineConfig,
     callers: Callers | None = None,
+    metrics: Metrics | None = None,
 ) -> None:
-    """Makes a server answer slotwise.v1.Inference. callers None: they are not told apart."""
-    servicer = InferenceServicer(service, config, callers or Callers())
+    """Makes a server answer slotwise.v1.Inference. callers None: they are not told apart; metrics
+    None: its own."""
+    servicer = InferenceServicer(service, config, callers or Callers(), metrics)
     described = pb.DESCRIPTOR.services_by_name["Inference"]
     handlers = {method.name: _handler(servicer, method) for method in described.methods}
     generic = grpc.method_handlers_generic_handler(described.full_name, handlers)

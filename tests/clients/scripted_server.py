@@ -147,6 +147,10 @@ class Script(rpc.InferenceServicer):
             num_running=1, requests=counters, prefill_step_ns=7, prefix_cache=cache
         )
 
+    def GetMetrics(self, request, context):  # noqa: N802
+        self._note(request, context)
+        return pb.GetMetricsResponse(text=b"slotwise:num_requests_running 1.0\n")
+
     def ListSlots(self, request, context):  # noqa: N802
         self._note(request, context)
         busy = pb.Slot(index=1, state=pb.SLOT_STATE_DECODE, request_id="a", generation=3)

@@ -122,15 +122,15 @@ class _Pages:
         return Response('{"status":"ready"}', media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        load = None
+        server = None
         try:
             client = self._gateway.upstream.client(caller_token(request.scope))
-            load = await client.load(timeout=CALL_TIMEOUT_S)
+            server = await client.metrics(timeout=CALL_TIMEOUT_S)
         except UnauthenticatedError as error:
             raise self._gateway.upstream.error(error) from error
         except SlotwiseError as error:
-            log.info("no load for /metrics: %s", error.message)
-        return Response(self._gateway.metrics.text(load), headers={"Content-Type": CONTENT_TYPE})
+            log.info("no metrics of the server: %s", error.message)
+        return Response(self._gateway.metrics.text(server), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(name) for name in self._names(await self._info(request))]

@@ -181,7 +181,6 @@ async def test_metrics(served, address):
     lines = text.splitlines()
     for line in (
         "slotwise:num_requests_running 1.0",
-        'slotwise:request_success_total{finished_reason="stop"} 4.0',
         f'slotwise_gateway:requests_total{{route="{CHAT}",status="200"}} 1.0',
         f'slotwise_gateway:requests_total{{route="{CHAT}",status="400"}} 1.0',
         "slotwise_gateway:open_streams 0.0",
