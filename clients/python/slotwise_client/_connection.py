@@ -13,6 +13,9 @@ import grpc
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 # Within what a server allows by default; a request that nobody reads for longer ends.
 ATTACH_WINDOW_MS: Final = 30_000
+# Of a call: requests of one key go to one replica, as long as it is there. The server ignores it.
+ROUTING_KEY: Final = "slotwise-routing-key"
+MAX_ROUTING_KEY_CHARS: Final = 256
 # For how long the end of a stream waits until the server knows of it.
 CANCEL_TIMEOUT_S: Final = 1.0
 
@@ -104,6 +107,12 @@ class Connection:
         other = copy.copy(self)
         other.metadata = self._metadata(token)
         return other
+
+    def metadata_for(self, routing_key: str | None) -> tuple[tuple[str, str], ...]:
+        """Of a call that goes where its key leads; None: anywhere."""
+        if routing_key is None:
+            return self.metadata
+        return (*self.metadata, (ROUTING_KEY, routing_key))
 
     def _metadata(self, token: str | None) -> tuple[tuple[str, str], ...]:
         if token is not None and not self._may_send_tokens:

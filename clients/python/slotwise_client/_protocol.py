@@ -1,5 +1,6 @@
 """The protocol, described once for both clients: requests, responses, calls."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from slotwise.v1 import inference_pb2 as pb
 
+from ._connection import MAX_ROUTING_KEY_CHARS
 from .errors import FieldViolation, InvalidArgumentError
 from .info import Health, Load, ModelInfo, ServerInfo, Setup, Slot
 from .types import (
@@ -118,6 +120,36 @@ def _set_constraint(request: pb.GenerateRequest, name: str, value: Any) -> None:
         set_field(request.choice, "texts", value, "choice.")
     else:
         set_field(request, name, json.dumps(dict(value)) if isinstance(value, Mapping) else value)
+
+
+def key_of(
+    request: pb.GenerateRequest | pb.AttachRequest | pb.CancelRequest | pb.ReplayRequest,
+    given: str | None,
+) -> str | None:
+    """By which a load balancer chooses the replica: the given key, else one of the salt or the id.
+
+    What follows a request by its id has the key that the request had by default. None: the request
+    has no name yet. InvalidArgumentError for a key that cannot be sent.
+    """
+    if given is None:
+        if isinstance(request, pb.GenerateRequest) and request.cache_salt:
+            # A salt may be a secret, and balancers write logs.
+            return hashlib.sha256(request.cache_salt.encode()).hexdigest()[:32]
+        given = request.request_id
+        if not _is_key(given):
+            return None
+    if not _is_key(given):
+        reason = f"1 to {MAX_ROUTING_KEY_CHARS} printable ASCII characters without spaces around"
+        raise InvalidArgumentError(
+            f"routing_key: {_brief(given)} is not possible; {reason}",
+            (FieldViolation("routing_key", reason),),
+        )
+    return given
+
+
+def _is_key(text: str) -> bool:
+    printable = text.isascii() and text.isprintable() and text == text.strip()
+    return printable and 1 <= len(text) <= MAX_ROUTING_KEY_CHARS
 
 
 def detokenize_request(token_ids: Sequence[int], keep_control_tokens: bool) -> pb.DetokenizeRequest:

@@ -49,6 +49,10 @@ class Source(Protocol[T_co]):
     def request_id(self) -> str | None:
         """What is to be cancelled when the reader leaves early; None: it ends with its call."""
 
+    @property
+    def routing_key(self) -> str | None:
+        """Of all its calls: the request lives where it was sent. None: they go anywhere."""
+
     def next_call(self) -> tuple[Any, Any]:
         """A `protocol.Call`, and the request for it."""
 
@@ -70,11 +74,18 @@ class Once(Source[T_co]):
 
     request_id = None
 
-    def __init__(self, connection: Connection, call: Any, request: Any) -> None:
+    def __init__(
+        self, connection: Connection, call: Any, request: Any, routing_key: str | None = None
+    ) -> None:
         self.is_over = False
+        self._key = protocol.key_of(request, routing_key)
         self._connection = connection
         self._call = call
         self._request = request
+
+    @property
+    def routing_key(self) -> str | None:
+        return self._key
 
     @property
     def first(self) -> Any:
@@ -122,6 +133,7 @@ class Reading(Source[Event]):
         connection: Connection,
         request: pb.GenerateRequest | pb.AttachRequest,
         clock: Callable[[], float] = time.monotonic,
+        routing_key: str | None = None,
     ) -> None:
         self.is_over = False
         self._connection = connection
@@ -159,6 +171,11 @@ class Reading(Source[Event]):
             self._num_choices = max(request.n, 1)
             self._next_prompt = 0
             self._way = _Way.SEND
+        self._key = protocol.key_of(self._request or request, routing_key)
+
+    @property
+    def routing_key(self) -> str | None:
+        return self._key
 
     @property
     def request_id(self) -> str | None:

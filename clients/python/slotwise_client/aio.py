@@ -101,7 +101,7 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
     def close(self) -> None:
         """Cancel what still runs; iteration then ends. Safe to call twice."""
         if self._leave():
-            self._client._end(self._source.request_id)
+            self._client._end(self._source)
 
     def detach(self) -> None:
         """Stop reading and let the request run, for its attach window, for `AsyncClient.attach`."""
@@ -126,7 +126,7 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
         with contextlib.suppress(RuntimeError):
             if self._leave():
                 end = self._client._end
-                self._loop.call_soon_threadsafe(end, self._source.request_id)
+                self._loop.call_soon_threadsafe(end, self._source)
 
     def _take(self, response: Any) -> T | None:
         try:
@@ -151,7 +151,8 @@ class AsyncStream(AsyncIterator[T], Generic[T]):
     def _open(self) -> None:
         call, request = self._source.next_call()
         timeout = None if self._deadline is None else self._remaining(0.0)
-        self._call = self._client._stream_method(call)(request, timeout=timeout)
+        method = self._client._stream_method(call, self._source.routing_key)
+        self._call = method(request, timeout=timeout)
 
     def _remaining(self, without_deadline: float) -> float:
         if self._deadline is None:
@@ -217,10 +218,20 @@ class AsyncClient:
         return other
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        routing_key: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncStream[Event]:
-        """Start a request and return its events as they come."""
-        return AsyncStream(self, self._source(protocol.generate_request(prompt, options)), timeout)
+        """Start a request and return its events as they come.
+
+        `routing_key`: among replicas, requests of one key go to one of them, which then has their
+        beginnings in its cache; unset: one of `cache_salt`, else of the request's id.
+        """
+        request = protocol.generate_request(prompt, options)
+        return AsyncStream(self, self._source(request, routing_key), timeout)
 
     def attach(
         self,
@@ -230,19 +241,21 @@ class AsyncClient:
         next_prompt_token_index: int = 0,
         *,
         timeout: float | None = None,
+        routing_key: str | None = None,
     ) -> AsyncStream[Event]:
         """Read a request on, from any connection: one that runs, or ended not long ago.
 
         The indices are those of the first tokens to come, of each choice and of prompt logprobs.
+        `routing_key` is that of the request, if it was given one.
         NotFoundError, ExpiredError, OutOfRangeError or PermissionDeniedError where there is none.
         """
         request = attach_request(
             request_id, next_token_index, other_next_token_indices, next_prompt_token_index
         )
-        return AsyncStream(self, self._source(request), timeout)
+        return AsyncStream(self, self._source(request, routing_key), timeout)
 
     def replay(
-        self, request_id: str, *, timeout: float | None = None
+        self, request_id: str, *, timeout: float | None = None, routing_key: str | None = None
     ) -> AsyncStream[RequestRecord | Event]:
         """Run an ended request again: first its record, then the events of the new run.
 
@@ -250,7 +263,9 @@ class AsyncClient:
         SetupDiffersError when the server is not set up as it was then.
         """
         request = pb.ReplayRequest(request_id=request_id)
-        source: Once[RequestRecord | Event] = Once(self._connection, protocol.REPLAY, request)
+        source: Once[RequestRecord | Event] = Once(
+            self._connection, protocol.REPLAY, request, routing_key
+        )
         return AsyncStream(self, source, timeout)
 
     def chat(
@@ -260,25 +275,31 @@ class AsyncClient:
         system: str | None = None,
         tools: Sequence[Tool] = (),
         timeout: float | None = None,
+        routing_key: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream[Event]:
         """`generate` for a question, or for a conversation so far; `system` is put before it."""
         chat = Chat.of(messages, system=system, tools=tools)
-        return self.generate(chat, timeout=timeout, **options)
+        return self.generate(chat, timeout=timeout, routing_key=routing_key, **options)
 
     async def complete(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        routing_key: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """The whole answer at once; what is lost on the way is read on as of `generate`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        source = self._source(protocol.generate_request(prompt, options))
+        source = self._source(protocol.generate_request(prompt, options), routing_key)
         try:
-            return await self._call(protocol.COMPLETE, source.first, timeout)
+            return await self._call(protocol.COMPLETE, source.first, timeout, source.routing_key)
         except grpc.RpcError as error:
             delay = source.lost(error)
         except BaseException:
             if source.request_id is not None:
-                self._end(source.request_id)
+                self._end(source)
             raise
         gathering = Gathering()
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -287,9 +308,16 @@ class AsyncClient:
                 gathering.take(event)
         return gathering.completion()
 
-    async def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
-        """Stop a request of any client by its id; its stream ends with reason CANCELLED."""
-        await self._unary(protocol.CANCEL, pb.CancelRequest(request_id=request_id), timeout)
+    async def cancel(
+        self, request_id: str, *, timeout: float | None = None, routing_key: str | None = None
+    ) -> None:
+        """Stop a request of any client by its id; its stream ends with reason CANCELLED.
+
+        `routing_key` is that of the request, if it was given one.
+        """
+        request = pb.CancelRequest(request_id=request_id)
+        key = protocol.key_of(request, routing_key)
+        await self._unary(protocol.CANCEL, request, timeout, key)
 
     async def tokenize(
         self, text: str, *, parse_control_tokens: bool = False, timeout: float | None = None
@@ -411,48 +439,64 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _source(self, request: pb.GenerateRequest | pb.AttachRequest) -> Once[Event] | Reading:
+    def _source(
+        self, request: pb.GenerateRequest | pb.AttachRequest, routing_key: str | None
+    ) -> Once[Event] | Reading:
         if self._connection.reconnect:
-            return Reading(self._connection, request)
+            return Reading(self._connection, request, routing_key=routing_key)
         sends = isinstance(request, pb.GenerateRequest)
-        return Once(self._connection, protocol.GENERATE if sends else protocol.ATTACH, request)
+        call = protocol.GENERATE if sends else protocol.ATTACH
+        return Once(self._connection, call, request, routing_key)
 
-    def _end(self, request_id: str | None) -> None:
+    def _end(self, source: Source[Any]) -> None:
         """Cancel a request that nobody reads any more, if it is there."""
-        task = asyncio.ensure_future(self._cancel_if_there(str(request_id)))
+        task = asyncio.ensure_future(self._cancel_if_there(source))
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)
 
-    async def _cancel_if_there(self, request_id: str) -> None:
+    async def _cancel_if_there(self, source: Source[Any]) -> None:
         # Best effort: what is not heard of is ended by its attach window.
         with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
-            request = pb.CancelRequest(request_id=request_id)
-            await self._call(protocol.CANCEL, request, CANCEL_TIMEOUT_S)
+            request = pb.CancelRequest(request_id=str(source.request_id))
+            await self._call(protocol.CANCEL, request, CANCEL_TIMEOUT_S, source.routing_key)
 
     async def _wait_for_ends(self) -> None:
         if self._ends:
             await asyncio.wait(self._ends, timeout=CANCEL_TIMEOUT_S)
 
-    def _stream_method(self, call: Any) -> Any:
+    def _stream_method(self, call: Any, routing_key: str | None = None) -> Any:
         method = self._channel.unary_stream(
             call.path,
             request_serializer=call.serialize,
             response_deserializer=call.response.FromString,
         )
-        return functools.partial(method, metadata=self._connection.metadata)
+        return functools.partial(method, metadata=self._connection.metadata_for(routing_key))
 
-    async def _unary(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+    async def _unary(
+        self,
+        call: protocol.Call[Q, R, T],
+        request: Q,
+        timeout: float | None,
+        routing_key: str | None = None,
+    ) -> T:
         try:
-            return await self._call(call, request, timeout)
+            return await self._call(call, request, timeout, routing_key)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.target) from error
 
-    async def _call(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+    async def _call(
+        self,
+        call: protocol.Call[Q, R, T],
+        request: Q,
+        timeout: float | None,
+        routing_key: str | None = None,
+    ) -> T:
         method = self._channel.unary_unary(
             call.path,
             request_serializer=call.serialize,
             response_deserializer=call.response.FromString,
         )
-        response = await method(request, timeout=timeout, metadata=self._connection.metadata)
+        metadata = self._connection.metadata_for(routing_key)
+        response = await method(request, timeout=timeout, metadata=metadata)
         self._connection.life.was_reached = True
         return call.read(response)

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
@@ -139,7 +139,7 @@ class Stream(Iterator[T], Generic[T]):
 
     def _open(self) -> None:
         call, request = self._source.next_call()
-        method = self._client._stream_method(call)
+        method = self._client._stream_method(call, self._source.routing_key)
         timeout = None if self._deadline is None else self._remaining(0.0)
         self._call = method(request, timeout=timeout)
         # Closed by another thread just now, which saw no call.
@@ -159,7 +159,11 @@ class Stream(Iterator[T], Generic[T]):
             self._call.cancel()
         request_id = self._source.request_id
         if request_id is not None and not self._source.is_over:
-            self._client._ender.end(request_id, wait_s)
+            self._client._ender.end(request_id, self._source.routing_key, wait_s)
+
+
+# A request, its routing key, and what is set when it is cancelled.
+_End: TypeAlias = tuple[str, str | None, threading.Event]
 
 
 class _Ender:
@@ -169,7 +173,9 @@ class _Ender:
     call gRPC.
     """
 
-    def __init__(self, channel: Any, metadata: Any, streams: "Iterable[Stream[Any]]") -> None:
+    def __init__(
+        self, channel: Any, connection: Connection, streams: "Iterable[Stream[Any]]"
+    ) -> None:
         """`streams`: those whose requests end with the program."""
         self._streams = streams
         self._cancel = channel.unary_unary(
@@ -177,9 +183,9 @@ class _Ender:
             request_serializer=protocol.CANCEL.serialize,
             response_deserializer=protocol.CANCEL.response.FromString,
         )
-        self._metadata = metadata
+        self._connection = connection
         # None: the last one.
-        self._queue: queue.SimpleQueue[tuple[str, threading.Event] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -191,10 +197,10 @@ class _Ender:
                 self._thread.start()
                 atexit.register(self.close)
 
-    def end(self, request_id: str, wait_s: float) -> None:
+    def end(self, request_id: str, routing_key: str | None, wait_s: float) -> None:
         """Cancel a request, if it is there; wait so long for the answer."""
         done = threading.Event()
-        self._queue.put((request_id, done))
+        self._queue.put((request_id, routing_key, done))
         if wait_s:
             done.wait(wait_s)
 
@@ -212,11 +218,12 @@ class _Ender:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            request_id, done = item
+            request_id, routing_key, done = item
+            metadata = self._connection.metadata_for(routing_key)
             request = pb.CancelRequest(request_id=request_id)
             # Best effort: what is not heard of is ended by its attach window.
             with contextlib.suppress(grpc.RpcError, ValueError):
-                self._cancel(request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata)
+                self._cancel(request, timeout=CANCEL_TIMEOUT_S, metadata=metadata)
             done.set()
         atexit.unregister(self.close)
 
@@ -260,13 +267,23 @@ class Client:
         else:
             self._channel = grpc.secure_channel(target, connection.credentials, connection.options)
         self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
-        self._ender = _Ender(self._channel, connection.metadata, self._streams)
+        self._ender = _Ender(self._channel, connection, self._streams)
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        routing_key: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Stream[Event]:
-        """Start a request and return its events as they come."""
-        return Stream(self, self._source(protocol.generate_request(prompt, options)), timeout)
+        """Start a request and return its events as they come.
+
+        `routing_key`: among replicas, requests of one key go to one of them, which then has their
+        beginnings in its cache; unset: one of `cache_salt`, else of the request's id.
+        """
+        request = protocol.generate_request(prompt, options)
+        return Stream(self, self._source(request, routing_key), timeout)
 
     def attach(
         self,
@@ -276,19 +293,21 @@ class Client:
         next_prompt_token_index: int = 0,
         *,
         timeout: float | None = None,
+        routing_key: str | None = None,
     ) -> Stream[Event]:
         """Read a request on, from any connection: one that runs, or ended not long ago.
 
         The indices are those of the first tokens to come, of each choice and of prompt logprobs.
+        `routing_key` is that of the request, if it was given one.
         NotFoundError, ExpiredError, OutOfRangeError or PermissionDeniedError where there is none.
         """
         request = attach_request(
             request_id, next_token_index, other_next_token_indices, next_prompt_token_index
         )
-        return Stream(self, self._source(request), timeout)
+        return Stream(self, self._source(request, routing_key), timeout)
 
     def replay(
-        self, request_id: str, *, timeout: float | None = None
+        self, request_id: str, *, timeout: float | None = None, routing_key: str | None = None
     ) -> Stream[RequestRecord | Event]:
         """Run an ended request again: first its record, then the events of the new run.
 
@@ -296,7 +315,9 @@ class Client:
         SetupDiffersError when the server is not set up as it was then.
         """
         request = pb.ReplayRequest(request_id=request_id)
-        source: Once[RequestRecord | Event] = Once(self._connection, protocol.REPLAY, request)
+        source: Once[RequestRecord | Event] = Once(
+            self._connection, protocol.REPLAY, request, routing_key
+        )
         return Stream(self, source, timeout)
 
     def chat(
@@ -306,25 +327,31 @@ class Client:
         system: str | None = None,
         tools: Sequence[Tool] = (),
         timeout: float | None = None,
+        routing_key: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream[Event]:
         """`generate` for a question, or for a conversation so far; `system` is put before it."""
         chat = Chat.of(messages, system=system, tools=tools)
-        return self.generate(chat, timeout=timeout, **options)
+        return self.generate(chat, timeout=timeout, routing_key=routing_key, **options)
 
     def complete(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        routing_key: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """The whole answer at once; what is lost on the way is read on as of `generate`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        source = self._source(protocol.generate_request(prompt, options))
+        source = self._source(protocol.generate_request(prompt, options), routing_key)
         try:
-            return self._call(protocol.COMPLETE, source.first, timeout)
+            return self._call(protocol.COMPLETE, source.first, timeout, source.routing_key)
         except grpc.RpcError as error:
             delay = source.lost(error)
         except BaseException:
             if source.request_id is not None:
-                self._ender.end(source.request_id, CANCEL_TIMEOUT_S)
+                self._ender.end(source.request_id, source.routing_key, CANCEL_TIMEOUT_S)
             raise
         gathering = Gathering()
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -333,9 +360,16 @@ class Client:
                 gathering.take(event)
         return gathering.completion()
 
-    def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
-        """Stop a request of any client by its id; its stream ends with reason CANCELLED."""
-        self._unary(protocol.CANCEL, pb.CancelRequest(request_id=request_id), timeout)
+    def cancel(
+        self, request_id: str, *, timeout: float | None = None, routing_key: str | None = None
+    ) -> None:
+        """Stop a request of any client by its id; its stream ends with reason CANCELLED.
+
+        `routing_key` is that of the request, if it was given one.
+        """
+        request = pb.CancelRequest(request_id=request_id)
+        key = protocol.key_of(request, routing_key)
+        self._unary(protocol.CANCEL, request, timeout, key)
 
     def tokenize(
         self, text: str, *, parse_control_tokens: bool = False, timeout: float | None = None
@@ -442,33 +476,49 @@ class Client:
         if ender := getattr(self, "_ender", None):
             ender.stop(0.0)
 
-    def _source(self, request: pb.GenerateRequest | pb.AttachRequest) -> Once[Event] | Reading:
+    def _source(
+        self, request: pb.GenerateRequest | pb.AttachRequest, routing_key: str | None
+    ) -> Once[Event] | Reading:
         if self._connection.reconnect:
             self._ender.start()
-            return Reading(self._connection, request)
+            return Reading(self._connection, request, routing_key=routing_key)
         sends = isinstance(request, pb.GenerateRequest)
-        return Once(self._connection, protocol.GENERATE if sends else protocol.ATTACH, request)
+        call = protocol.GENERATE if sends else protocol.ATTACH
+        return Once(self._connection, call, request, routing_key)
 
-    def _stream_method(self, call: Any) -> Any:
+    def _stream_method(self, call: Any, routing_key: str | None = None) -> Any:
         method = self._channel.unary_stream(
             call.path,
             request_serializer=call.serialize,
             response_deserializer=call.response.FromString,
         )
-        return functools.partial(method, metadata=self._connection.metadata)
+        return functools.partial(method, metadata=self._connection.metadata_for(routing_key))
 
-    def _unary(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+    def _unary(
+        self,
+        call: protocol.Call[Q, R, T],
+        request: Q,
+        timeout: float | None,
+        routing_key: str | None = None,
+    ) -> T:
         try:
-            return self._call(call, request, timeout)
+            return self._call(call, request, timeout, routing_key)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.target) from error
 
-    def _call(self, call: protocol.Call[Q, R, T], request: Q, timeout: float | None) -> T:
+    def _call(
+        self,
+        call: protocol.Call[Q, R, T],
+        request: Q,
+        timeout: float | None,
+        routing_key: str | None = None,
+    ) -> T:
         method = self._channel.unary_unary(
             call.path,
             request_serializer=call.serialize,
             response_deserializer=call.response.FromString,
         )
-        response = method(request, timeout=timeout, metadata=self._connection.metadata)
+        metadata = self._connection.metadata_for(routing_key)
+        response = method(request, timeout=timeout, metadata=metadata)
         self._connection.life.was_reached = True
         return call.read(response)
