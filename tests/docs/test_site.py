@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from docs.blocks import ROOT
+from docs.site import build
 
 # What a browser fetches by itself; a link waits for a click.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "object": "data"}
@@ -26,19 +25,6 @@ def site(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
     return folder
-
-
-def build(root: Path, folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    return subprocess.run(
-        [*command, "--site-dir", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=root,
-        # Without a network: a proxy that nobody serves.
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://127.0.0.1:9"},
-    )
 
 
 class Fetches(HTMLParser):
