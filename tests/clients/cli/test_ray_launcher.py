@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import pytest
+from free_ports import fixed_port
 
 from slotwise_cli.output import CliError, Output
 from slotwise_cli.ray_launcher import RayLauncher
@@ -51,6 +52,7 @@ def test_flags_of_the_launcher_are_taken():
     [
         (["--tp", "0"], "tp is 0; at least 1"),
         (["--threads", "-1"], "threads is -1; at least 0"),
+        (["--ray-address", "ray://10.0.0.1:10001"], "must be a node of the cluster"),
         (["--ray-strategy", "near"], "invalid choice: 'near'"),
         (["--ray-resources", "disk"], "'disk' is no custom resource and its amount, as in disk=1"),
         (["--ray-resources", "GPU=2"], "'GPU=2' is no custom resource"),
@@ -67,9 +69,20 @@ def test_settings_that_cannot_be(flags, words, capsys):
 
 
 @needs_ray
+def test_an_address_where_nobody_listens(capsys):
+    from slotwise_cli.ray_driver import main
+
+    address = f"127.0.0.1:{fixed_port()}"
+    assert main(["--model", "m", "--ray-address", address, "--ray-timeout", "0"]) == 1
+    error = capsys.readouterr().err
+    assert f"error: no Ray cluster answers at --ray-address {address}: Connection refused" in error
+
+
+@needs_ray
 def test_ranks_of_a_node_see_each_others_gpus_and_each_takes_its_own():
-    from slotwise_cli.ray_driver import Launch, worker_plan
+    from slotwise_cli.ray_launch import Launch
     from slotwise_cli.ray_rank import Placed
+    from slotwise_cli.ray_ranks import worker_plan
 
     launch = Launch("/models/m", 2, worker_flags=("--tls-cert", "c.pem"))
     second = Placed(node="n", address="10.0.0.1", host="h", gpus=("5",))
@@ -83,7 +96,7 @@ def test_ranks_of_a_node_see_each_others_gpus_and_each_takes_its_own():
 
 @needs_ray
 def test_log_lines_have_the_schedulers_forms(capsys):
-    from slotwise_cli.ray_driver import Log
+    from slotwise_cli.ray_ranks import Log
 
     log = Log("warning", "json")
     log.write("INFO", "slotwise.ray", "not this one")
