@@ -1,10 +1,12 @@
-"""README.md: what it tells to run runs, against the demo model and its gateway."""
+"""README.md: what it tells to ask is answered, by the demo model and its gateway.
+
+tests/docs/test_commands.py runs all of its shell blocks.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -113,30 +115,6 @@ def test_the_openai_package(servers, capsys):
     (code,) = blocks("For programs that speak to OpenAI", "python")
     run_python(code, servers)
     assert "Paris" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_server_with_its_gateway():
-    """The first command of that section, on free ports."""
-    (block,) = blocks("For programs that speak to OpenAI", "sh")
-    (command,) = [line for line in commands(block) if line.startswith("slotwise serve")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = command.replace("8000", str(port)).split() + ["--port", "0", "--max-seq-len", "512"]
-    words[0] = f"{Path(sys.executable).parent}/slotwise"
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        shown = ""
-        while f"127.0.0.1:{port}" not in shown:
-            line = process.stdout.readline()
-            assert line, shown
-            shown += line
-        run_shell(f"curl -fsS http://127.0.0.1:{port}/ready", ("", ""))
-    finally:
-        process.terminate()
-        process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0
 
 
 def test_the_python_clients_page(servers, capsys):

@@ -6,6 +6,7 @@ it to end; `chat` gets a line and `/exit`; others ask the server in SLOTWISE_DOC
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import typer
 
 from slotwise_cli.__main__ import build_app
+from slotwise_cli.__main__ import main as slotwise
 
 PROGRAM = str(Path(sys.executable).parent / "slotwise")
 SERVER = os.environ["SLOTWISE_DOCS_SERVER"]
@@ -27,13 +29,17 @@ START_TIMEOUT_S = 120
 
 
 def main(words: list[str]) -> int:
+    """The exit status."""
     words = [word.replace("REQUEST_ID", REQUEST).replace("HOST:50051", SERVER) for word in words]
     if words[0] in READY:
         return serve(words)
-    said = "Hello.\n/exit\n" if words[0] == "chat" else None
+    if words[0] == "chat":
+        sys.stdin = io.StringIO("Hello.\n/exit\n")
     if "--server" in options(words) and "--server" not in words:
         words += ["--server", SERVER]
-    return subprocess.run([PROGRAM, *words], input=said, text=True).returncode
+    sys.argv = [PROGRAM, *words]
+    slotwise()
+    return 0
 
 
 def options(words: list[str]) -> set[str]:
@@ -71,6 +77,4 @@ def serve(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["slotwise", "--version"]:
-        sys.exit(subprocess.run([PROGRAM, "--version"]).returncode)
     sys.exit(main(sys.argv[2:]))
