@@ -88,7 +88,7 @@
     set($("running"), count(facts.num_running));
     set($("max-running"), `of ${count(facts.max_running)}`);
     const share = facts.max_total_tokens ? facts.num_used_tokens / facts.max_total_tokens : null;
-    set($("context"), `${percent(share)} of context used`);
+    set($("context"), `${percent(share)} of context`);
     set($("waiting"), count(facts.num_waiting));
     set($("oldest"), facts.num_waiting ? `oldest for ${duration(facts.oldest_waiting_s)}` : "nobody waits");
     $("queue").classList.toggle("is-full", facts.num_waiting > 0);
@@ -243,7 +243,7 @@
 
   function askIn(ms) {
     clearTimeout(timer);
-    if (!document.hidden) timer = setTimeout(ask, ms);
+    timer = setTimeout(ask, ms);
   }
 
   function fail() {
@@ -272,6 +272,7 @@
   }
 
   async function ask() {
+    // A tab that comes into view asks by itself.
     if (isAsking || document.hidden) return;
     isAsking = true;
     retryAt = 0;
@@ -308,7 +309,9 @@
   $("seats-details").addEventListener("toggle", () => {
     if (told?.facts?.slots) drawTable(told.facts.slots);
   });
-  document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : askIn(0)));
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) askIn(0);
+  });
   setInterval(() => {
     if (!document.hidden && !$("banner").hidden) drawAge();
   }, 1000);

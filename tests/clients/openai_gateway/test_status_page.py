@@ -306,6 +306,7 @@ def test_seats_that_are_not_told_are_counted(page, url, script):
     script.slots = (grpc.StatusCode.PERMISSION_DENIED, "for operators")
     page.open(url)
     page.until_text("#slots-note", "operators")
+    assert not page.run("return document.querySelector('#slots-note').hidden")
     page.until_text("#num-decode", "5 taken")
     page.until_text("#num-free", "3 free")
     assert page.run("return document.querySelector('#seats').hidden")
