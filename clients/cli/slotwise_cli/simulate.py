@@ -49,6 +49,9 @@ def simulate(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of the first turn.")] = 1000,
     turn_tokens: Annotated[int, typer.Option(min=1, help="Of each further turn.")] = 100,
     output_tokens: Annotated[int, typer.Option(min=1)] = 200,
+    system_tokens: Annotated[
+        int, typer.Option(min=0, help="More, that all conversations begin with.")
+    ] = 0,
     pause: Annotated[float, typer.Option(min=0.001, help="Seconds between turns, mean.")] = 10.0,
     equal_lengths: Annotated[
         bool, typer.Option("--equal-lengths", help="All of their mean; else exponential.")
@@ -97,6 +100,7 @@ def simulate(
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
         output_tokens=output_tokens,
+        system_tokens=system_tokens,
         pause_s=pause,
         is_varied=not equal_lengths,
     )

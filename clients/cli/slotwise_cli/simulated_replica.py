@@ -22,7 +22,9 @@ class Job:
     prompt_tokens: int
     output_tokens: int
     arrived: float
-    # Of the prompt, found in the slot that the conversation left.
+    # Of the prompt, that all conversations begin with.
+    system_tokens: int = 0
+    # Of the prompt, found in a slot.
     cached_tokens: int = 0
     first_token: float = math.nan
     ended: float = math.nan
@@ -68,6 +70,8 @@ class Replica:
         self._context = 0.0
         # Tokens of free slots by their last tenant's key, the longest unused first.
         self._kept: OrderedDict[int, int] = OrderedDict()
+        # Some slot has what all conversations begin with, to copy it from.
+        self._has_system = False
         self._now = 0.0
         self._number = 0
         self.is_up = True
@@ -126,7 +130,7 @@ class Replica:
 
     def fail(self) -> None:
         """The workers are lost: caches are empty, those that run begin their prompts again."""
-        self.is_up = False
+        self.is_up = self._has_system = False
         self._kept.clear()
         lost = [prompt.job for prompt in self._prompts]
         for end, _, job in self._decoding:
@@ -149,7 +153,9 @@ class Replica:
     def _admit(self) -> None:
         while self._queue and self._num_running < self._max_running:
             job = self._queue.popleft()
-            known = self._kept.pop(job.key, 0)
+            shared = job.system_tokens if self._has_system else 0
+            known = max(self._kept.pop(job.key, 0), shared)
+            self._has_system = True
             # The last token of a prompt is always computed: its logits are wanted.
             job.cached_tokens = max(0, min(known, job.prompt_tokens - 1))
             self._begin_prompt(job, job.cached_tokens)

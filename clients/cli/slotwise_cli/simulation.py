@@ -28,6 +28,8 @@ class Workload:
     prompt_tokens: int = 512
     turn_tokens: int = 64
     output_tokens: int = 128
+    # More, before the first turn of each conversation: the same ones in all of them.
+    system_tokens: int = 0
     # Mean pause between an answer and the next turn, exponential.
     pause_s: float = 10.0
     # Lengths are drawn from an exponential distribution of their mean; else all are that mean.
@@ -264,7 +266,8 @@ class _Conversation:
     def __init__(self, key: int, workload: Workload, drawn: random.Random) -> None:
         self._key, self._workload, self._drawn = key, workload, drawn
         self._num_turns = 0
-        self._num_tokens = 0
+        # All that was said so far.
+        self._num_tokens = workload.system_tokens
 
     @property
     def is_over(self) -> bool:
@@ -276,7 +279,8 @@ class _Conversation:
         more = self._workload.prompt_tokens if is_first else self._workload.turn_tokens
         self._num_turns += 1
         prompt = self._num_tokens + self._length(more)
-        job = Job(self._key, prompt, self._length(self._workload.output_tokens), now)
+        answer, shared = self._length(self._workload.output_tokens), self._workload.system_tokens
+        job = Job(self._key, prompt, answer, now, shared)
         self._num_tokens = job.prompt_tokens + job.output_tokens
         return job
 

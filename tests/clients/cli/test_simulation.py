@@ -154,6 +154,28 @@ def test_a_turn_finds_what_the_turn_before_has_left():
     assert [job.cached_tokens for job in jobs[:4]] == [0, 639, 831, 1023]
 
 
+def test_what_all_begin_with_is_computed_once_in_each_life():
+    replica = Replica(PLAIN, 1, 2, 10)
+    for key, is_after_loss, known in ((1, False, 0), (2, False, 8), (3, True, 0), (4, False, 8)):
+        if is_after_loss:
+            replica.fail()
+            replica.recover()
+        now = replica._now + 1
+        replica.advance(now)
+        job = Job(key, 20, 1, now, system_tokens=8)
+        replica.submit(job)
+        replica.advance(replica.next_event())
+        assert job.cached_tokens == known, key
+
+
+def test_a_system_prompt_is_part_of_each_turn():
+    workload = Workload(
+        rate=0.001, duration_s=1000, warm_up_s=0, turns=2, system_tokens=100, is_varied=False
+    )
+    jobs = Simulation(Fleet(ROUND, 1, 8, 8), workload, seed=3).run()
+    assert [job.prompt_tokens for job in jobs[:2]] == [612, 804]
+
+
 def test_slots_forget_the_longest_unused():
     replica = Replica(PLAIN, 1, 2, 10)
     for key, known in ((1, 0), (2, 0), (3, 0), (1, 0), (3, 10)):
