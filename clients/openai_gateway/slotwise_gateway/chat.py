@@ -70,6 +70,7 @@ def read_chat(body: dict[str, Any], info: ModelInfo) -> Job:
         looks=looks,
         names=Names({"logprobs": "top_logprobs", **renamed, **names}),
         user=values.get("user", "") or values.get("safety_identifier", ""),
+        cache_key=values.get("prompt_cache_key"),
         is_rendered=is_rendered,
         hides_calls=not tools and "parse_output" in options,
         plan=plan,

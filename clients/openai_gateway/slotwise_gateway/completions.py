@@ -58,6 +58,7 @@ def read_completion(body: dict[str, Any], info: ModelInfo) -> Job:
         looks=looks,
         names=Names({**renamed, **names}),
         user=values.get("user", ""),
+        cache_key=values.get("prompt_cache_key"),
         told_stops=told_stops(values),
     )
 

@@ -51,6 +51,8 @@ class Config:
     host: str = "127.0.0.1"
     # 0: any free port.
     port: int = 8000
+    # It is a load balancer before replicas: what one of them says of itself is not said of all.
+    balanced: bool = False
     # How the server is reached; None: without TLS.
     tls: TlsOptions | None = None
     # For calls that bring none.
@@ -134,6 +136,7 @@ def parse_arguments(
     given = _parser().parse_args(arguments)
     return Config(
         server=given.server,
+        balanced=given.balanced,
         host=given.host,
         port=given.port,
         tls=_tls(given),
@@ -169,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--server", default="127.0.0.1:50051", help="gRPC server as host:port")
+    add("--balanced", action="store_true", help="the server is a load balancer before replicas")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port, 0 takes a free one")
     add("--tls", action="store_true", help="the server speaks TLS; any --tls-... says so too")

@@ -608,8 +608,9 @@ FIELDS: Final = (
         "prompt_cache_key",
         CHAT,
         text(0, 512),
-        "one cache finds prefixes whatever the key; `cache_salt` keeps them apart",
+        "among replicas, one key leads to one replica; unset: those that begin alike do",
     ),
+    _extension("prompt_cache_key", COMPLETIONS, text(0, 512), "as for chats"),
     _neutral(
         "prompt_cache_retention", CHAT, ("in_memory",), "prefixes stay while there is room for them"
     ),

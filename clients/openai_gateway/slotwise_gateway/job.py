@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 from slotwise_client import Chat, GenerateOptions, ModelInfo, Prompt
 
 from .errors import Names, invalid
+from .routing_key import routing_key
 from .tool_turn import ToolPlan
 
 _MASK64: Final = (1 << 64) - 1
@@ -59,6 +60,8 @@ class Job:
     names: Names
     # For the log: who asks, by their own words.
     user: str = ""
+    # For all prompts; None: each goes where its beginning leads.
+    cache_key: str | None = None
     # The chat is rendered here, and the reasoning that it may open is closed: the constraint is of
     # the answer.
     is_rendered: bool = False
@@ -68,6 +71,11 @@ class Job:
     plan: ToolPlan | None = None
     # What stopped an answer is told where it is one of these.
     told_stops: frozenset[str | int] = field(default_factory=frozenset)
+
+    def routing_key(self, number: int = 0) -> str:
+        """Of one of its prompts: which replica is asked."""
+        salt = self.options.get("cache_salt")
+        return routing_key(self.prompts[number], self.cache_key, salt)
 
     @property
     def num_choices(self) -> int:

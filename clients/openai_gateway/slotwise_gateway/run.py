@@ -80,7 +80,7 @@ class Run:
         many = len(prompts) > 1
         for number, prompt in enumerate(prompts):
             if not self._is_over:
-                self._open(prompt, f"{self._request_id}-{number}" if many else self._request_id)
+                self._open(number, prompt, many)
         try:
             if many:
                 async for item in self._merged():
@@ -102,10 +102,12 @@ class Run:
         """The prompts as texts, for answers that repeat them. ApiError."""
         return [await self._echo(number) for number in range(len(self._job.prompts))]
 
-    def _open(self, prompt: Prompt, request_id: str) -> None:
+    def _open(self, number: int, prompt: Prompt, is_numbered: bool) -> None:
+        request_id = f"{self._request_id}-{number}" if is_numbered else self._request_id
         with self._telling(self._job.names):
             options: GenerateOptions = {**self._job.options, "request_id": request_id}
-            stream = self._client.generate(prompt, **options)
+            key = self._job.routing_key(number)
+            stream = self._client.generate(prompt, routing_key=key, **options)
         self._streams.append(stream)
 
     async def _merged(self) -> AsyncIterator[tuple[int, Event]]:
@@ -157,7 +159,8 @@ class Run:
             raise _EndedError
         with self._telling(Names(renamed)):
             named: GenerateOptions = {**options, "request_id": request_id}
-            stream = self._client.generate(prompt, **named)
+            key = self._job.routing_key()
+            stream = self._client.generate(prompt, routing_key=key, **named)
             self._streams = [stream]
             try:
                 async for event in stream:

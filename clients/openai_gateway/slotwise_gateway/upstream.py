@@ -24,6 +24,9 @@ from .errors import ApiError, Names, from_grpc, server_error, unavailable
 FIRST_ANSWER_S: Final = 2.0
 # Between watches that end at once.
 RETRY_S: Final = 0.2
+# Of a balanced server: between questions, and for how long none may say that it is ready.
+ASK_S: Final = 0.5
+UNREADY_S: Final = 5.0
 CALL_TIMEOUT_S: Final = 10.0
 NO_NAMES: Final = Names()
 
@@ -60,7 +63,7 @@ class Upstream:
         loop = asyncio.get_running_loop()
         self._known_by = loop.time() + FIRST_ANSWER_S
         self._model: ModelInfo | None = None
-        self._watch = asyncio.create_task(self._follow())
+        self._watch = asyncio.create_task(self._ask() if config.balanced else self._follow())
         self._silence = asyncio.create_task(self._tell_silence())
 
     async def close(self) -> None:
@@ -113,6 +116,30 @@ class Upstream:
                 log.info("%s: %s", self._config.server, error.message)
             self._become(State.LOST)
             await asyncio.sleep(RETRY_S)
+
+    async def _ask(self) -> None:
+        """Each question reaches a replica that the balancer thinks ready.
+
+        One that drains is asked, and given requests, until the balancer has noticed. The client
+        sends those again, so a short while of it is no loss.
+        """
+        clock = asyncio.get_running_loop().time
+        ready_at = -UNREADY_S
+        while True:
+            state = await self._asked()
+            if state is State.SERVING:
+                ready_at = clock()
+            if state is State.SERVING or clock() - ready_at >= UNREADY_S:
+                self._become(state)
+            await asyncio.sleep(ASK_S)
+
+    async def _asked(self) -> State:
+        try:
+            health = await self._client.health(timeout=CALL_TIMEOUT_S)
+        except SlotwiseError as error:
+            log.debug("%s: %s", self._config.server, error.message)
+            return State.LOST
+        return State.SERVING if health is Health.SERVING else State.NOT_SERVING
 
     async def _tell_silence(self) -> None:
         """The watch has no word for a server that is not there; a call says why it is not."""

@@ -20,7 +20,18 @@ def test_defaults():
 def test_every_flag():
     config = parse_arguments(
         [
-            *("--server", "h:1", "--host", "0.0.0.0", "--port", "0", "--tls-ca", "ca"),
+            *("--server", "h:1", "--balanced", "--host", "0.0.0.0", "--port", "0"),
+            *("--tls-ca", "ca"),
+                "--server",
+                "h:1",
+                "--balanced",
+                "--host",
+                "0.0.0.0",
+                "--port",
+                "0",
+                "--tls-ca",
+                "ca",
+            ),
             *("--tls-cert", "c", "--tls-key", "k", "--tls-server-name", "n"),
             *("--https-cert", "hc", "--https-key", "hk", "--insecure-tokens"),
             *("--max-body-mb", "2", "--max-bodies-mb", "6"),
@@ -33,6 +44,7 @@ def test_every_flag():
     )
     assert config == Config(
         server="h:1",
+        balanced=True,
         host="0.0.0.0",
         port=0,
         tls=TlsOptions(Path("ca"), Path("c"), Path("k"), "n"),

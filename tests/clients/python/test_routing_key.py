@@ -16,7 +16,7 @@ from slotwise_client.aio import AsyncClient
 
 
 class Notes(rpc.InferenceServicer):
-    """Notes the keys of the calls. Breaks each stream after its first token; Attach has the rest."""
+    """Notes the keys of the calls. Breaks each stream after a token, and forgets the request."""
 
     def __init__(self) -> None:
         self.keys: list[tuple[str, str | None]] = []
