@@ -207,6 +207,8 @@
     show($("forget"), token !== "");
     drawState(report.state, report.words);
     set($("model"), report.model || "Status");
+    set($("note"), report.note || "");
+    show($("note"), Boolean(report.note));
     const facts = report.facts;
     show($("facts"), facts !== null);
     document.title = facts ? `${report.state} ${facts.num_running}/${facts.max_running} \u2013 ${report.model || "Slotwise"}` : `${report.state} \u2013 Slotwise`;

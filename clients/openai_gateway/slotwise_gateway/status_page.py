@@ -87,6 +87,8 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
     """All facts of a report, as HTML. Texts of others are in it, escaped."""
     facts = report["facts"]
     yield _table("Server", (), _server(report))
+    if report["note"]:
+        yield _paragraph(report["note"])
     if report["is_old"]:
         yield _paragraph(f"What follows is {_seconds(report['age_s'])} old.")
     if facts is None:

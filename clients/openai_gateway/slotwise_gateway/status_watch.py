@@ -46,6 +46,13 @@ SLOTS_NOT_TOLD: Final = (
     "off."
 )
 
+BALANCED: Final = (
+    "A load balancer stands between: each look would reach another replica. Look at the gateway "
+    "of one, or at their metrics."
+)
+# All that is known of replicas behind a load balancer: whether one of them takes requests.
+_OF_REPLICAS: Final = {State.SERVING: "ready", State.NOT_SERVING: "down"}
+
 log = logging.getLogger(__name__)
 
 
@@ -117,10 +124,15 @@ class Watch:
     async def _made(self) -> Report:
         state = await self._look()
         last = self._history.last
+        is_balanced = self._gateway.config.balanced
+        words = WORDS[state]
+        if is_balanced and state != "ready":
+            words = self._gateway.upstream.state.value
         return Report(
             {
                 "state": state,
-                "words": WORDS[state],
+                "words": words,
+                "note": BALANCED if is_balanced else None,
                 "is_gateway_draining": self._gateway.is_draining,
                 "model": self._model,
                 "is_old": state == "unreachable" and last is not None,
@@ -132,7 +144,10 @@ class Watch:
 
     async def _look(self) -> str:
         """The server's state now. What it tells goes to the history."""
-        if self._gateway.upstream.state is State.LOST:
+        upstream = self._gateway.upstream
+        if self._gateway.config.balanced:
+            return _OF_REPLICAS.get(upstream.state, "unreachable")
+        if upstream.state is State.LOST:
             return "unreachable"
         started_s = self._now()
         try:

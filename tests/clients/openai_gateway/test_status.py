@@ -394,6 +394,16 @@ def test_its_parts_are_in_the_package():
         assert (folder / name).is_file()
 
 
+async def test_replicas_behind_a_balancer_are_not_taken_for_one(served, script):
+    """The page tells whether they take requests, and nothing of one of them."""
+    async with gateway_for(served.address, balanced=True) as (_, address):
+        report = (await ask(address, "GET", DATA)).json
+        page = (await ask(address, "GET", PAGE)).body.decode()
+    assert (report["state"], report["facts"]) == ("ready", None)
+    assert report["note"] in page
+    assert script.num_loads == 0
+
+
 async def test_it_can_be_switched_off(served):
     async with gateway_for(served.address, status_page=False) as (_, address):
         for path in ("/", PAGE, DATA):
