@@ -19,6 +19,7 @@ from scheduler_service.engine import Engine
 from scheduler_service.engine_types import EngineConfig
 from scheduler_service.health import HealthService
 from scheduler_service.listener import bind, make_server
+from scheduler_service.metrics import Metrics
 from scheduler_service.server import add_inference
 from scheduler_service.service import InferenceService, Model
 from slotwise.v1 import inference_pb2 as pb
@@ -58,6 +59,7 @@ class Front:
     worker: FakeWorkerServer
     channel: grpc.aio.Channel
     stub: rpc.InferenceStub
+    metrics: Metrics
 
     def hold(self) -> StepMeter:
         """From here on, the worker takes only the commands that the meter allows."""
@@ -130,14 +132,15 @@ async def running_front(
     health = HealthService(1)
     shell = Engine(config.engine, health.on_state, lambda progress: None)
     server = make_server(health, Gate(callers) if callers else None)
-    add_inference(server, InferenceService(model, shell), config.engine, callers)
+    metrics = Metrics()
+    add_inference(server, InferenceService(model, shell), config.engine, callers, metrics)
     dialled = await bind(server, config.host, config.port)
     await server.start()
     try:
         if start:
             await asyncio.wait_for(shell.start(), WAIT_S)
         async with grpc.aio.insecure_channel(dialled, options=OPTIONS) as channel:
-            yield Front(dialled, shell, worker, channel, rpc.InferenceStub(channel))
+            yield Front(dialled, shell, worker, channel, rpc.InferenceStub(channel), metrics)
     finally:
         await shell.stop()
         health.close()

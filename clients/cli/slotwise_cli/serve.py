@@ -104,6 +104,13 @@ def serve(
     no_operator_calls: Annotated[
         bool, typer.Option("--no-operator-calls", help="Do not serve ListSlots and FlushCache.")
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Port of /metrics for Prometheus, 0: a free one \\[off]."),
+    ] = None,
+    metrics_host: Annotated[
+        str | None, typer.Option(help="Address of --metrics-port [127.0.0.1].")
+    ] = None,
     http_port: Annotated[
         int | None,
         typer.Option(help="Serve the OpenAI API too, on this port; 0 takes a free one \\[off]."),
@@ -179,6 +186,8 @@ def serve(
         insecure_tokens=insecure_tokens,
         no_reflection=no_reflection,
         no_operator_calls=no_operator_calls,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
         log_level=log_level,
         log_format=log_format,
     )
