@@ -42,6 +42,7 @@ from .prepare import prepare
 from .replay import replay
 from .serve import serve
 from .simulate import simulate
+from .top import top
 
 _REFUSALS = (
     AlreadyExistsError,
@@ -65,7 +66,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     commands = (serve, gateway, generate, chat, attach, replay, demo, doctor, health, prepare)
-    for command in (*commands, make_checkpoint, simulate):
+    for command in (*commands, top, make_checkpoint, simulate):
         app.command()(command)
     app.add_typer(bench, name="bench")
     return app
