@@ -57,6 +57,8 @@ class Page:
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
+        # Words of errors in the console that the test at hand brings about.
+        self.expected: tuple[str, ...] = ()
 
     def open(self, url: str) -> None:
         self.driver.get(url)
@@ -105,10 +107,11 @@ class Page:
         return [(text, ratio) for text, ratio in self.run(_CONTRASTS)]
 
     def errors(self) -> list[str]:
-        """Of the console, since the last look."""
-        return [
+        """Of the console, since the last look, but for those that are expected."""
+        told = [
             one["message"] for one in self.driver.get_log("browser") if one["level"] == "SEVERE"
         ]
+        return [text for text in told if not any(words in text for words in self.expected)]
 
     def requested(self) -> set[str]:
         """The addresses that were asked for, since the last look."""
