@@ -180,6 +180,8 @@ def test_blocks_are_found_with_their_marks():
         ("`slotwise serve --tp 2` and `serve --help`, `slotwise bench`, `slotwise --version`", []),
         ("`slotwise serve --slots 3`", ["slotwise serve --slots 3: --slots"]),
         ("`slotwise serv`", ["slotwise serv"]),
+        ("`slotwise serve --tp N`", []),
+        ("```sh\nslotwise serve\n```", ["slotwise serve: Missing argument 'model'."]),
         ("`slotwise bench none`", ["slotwise bench none"]),
         (
             "```sh\nslotwise bench ladder \\\n  --fast\n```",

@@ -47,9 +47,8 @@ def all_flags() -> set[str]:
     return found | FOREIGN
 
 
-def code_of(text: str, page: str) -> Iterator[str]:
-    """Spans, and lines of shell blocks, a line that goes on joined."""
-    yield from spans_of(text)
+def shell_of(text: str, page: str) -> Iterator[str]:
+    """Lines of shell blocks, a line that goes on joined."""
     for block in blocks_of(text, page):
         if block.language == "sh":
             joined = re.sub(r"\\\n *", "", block.code)
@@ -58,8 +57,9 @@ def code_of(text: str, page: str) -> Iterator[str]:
 
 def faults(text: str, page: str) -> list[str]:
     """Each command, flag and word of make that there is none of."""
-    found = []
-    for code in code_of(text, page):
+    shell = list(shell_of(text, page))
+    found = [fault for code in shell for fault in _usage_faults(code)]
+    for code in (*spans_of(text), *shell):
         for match in COMMAND.finditer(code):
             found += _faults_of_command(match[0])
         for match in MAKE.finditer(code):
@@ -74,6 +74,29 @@ def _is_flag(word: str) -> bool:
     if word.endswith("*"):
         return any(flag.startswith(word[:-1]) for flag in all_flags())
     return word in all_flags()
+
+
+def _usage_faults(code: str) -> Iterator[str]:
+    """Of whole commands: an argument that is missing, a value that cannot be."""
+    for match in COMMAND.finditer(code):
+        try:
+            words = shlex.split(match[0], comments=True)[1:]
+        except ValueError:
+            continue
+        command = commands()
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        if hasattr(command, "commands") or "--help" in words:
+            continue
+        try:
+            command.make_context(command.name, words)
+        except Exception as error:
+            # typer's copy of click, whose place depends on the release; flags are looked at below.
+            said = getattr(error, "format_message", None)
+            if said is None:
+                raise
+            if "No such option" not in said():
+                yield f"{match[0].strip()}: {said()}"
 
 
 def _faults_of_command(text: str) -> Iterator[str]:
