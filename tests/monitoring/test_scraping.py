@@ -1,4 +1,4 @@
-"""`slotwise serve --metrics-port 9400`, and `curl http://127.0.0.1:9400/metrics`."""
+"""`slotwise serve demo --metrics-port 9400`, and `curl http://127.0.0.1:9400/metrics`."""
 
 from __future__ import annotations
 
