@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 
 from .config import ConfigError, join_address
@@ -14,6 +15,8 @@ from .metrics import CONTENT_TYPE
 MAX_CONNECTIONS = 32
 _MAX_HEAD_BYTES = 16 << 10
 _TIMEOUT_S = 10.0
+# For so long an answer is given again: whoever asks without a pause gets little of the loop's time.
+KEPT_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ async def metrics_port(host: str, port: int, text: Callable[[], bytes]) -> Async
 class _Serving:
     def __init__(self, text: Callable[[], bytes]) -> None:
         self._text = text
+        self._kept = b""
+        self._kept_until_s = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,12 +84,20 @@ class _Serving:
                 "405 Method Not Allowed", b"/metrics takes GET\n", "Allow: GET, HEAD\r\n"
             )
         try:
-            body = self._text()
+            body = self._body()
         except Exception:
             log.exception("metrics cannot be told")
             return _message("500 Internal Server Error", b"the server's log says more\n")
         message = _message("200 OK", body, f"Content-Type: {CONTENT_TYPE}\r\n")
         return message if method == b"GET" else message[: -len(body)]
+
+    def _body(self) -> bytes:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._kept_until_s:
+            self._kept = self._text()
+            # From its end on: slow text is told no more often.
+            self._kept_until_s = asyncio.get_running_loop().time() + KEPT_S
+        return self._kept
 
 
 def _message(status: str, body: bytes, headers: str = "") -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from scheduler_service.errors import UnavailableError
 from scheduler_service.latencies import Latencies, Sizes
 from scheduler_service.limits import Counters, PrefixCacheCounters
 from scheduler_service.metrics import Metrics
-from scheduler_service.metrics_port import MAX_CONNECTIONS, metrics_port
+from scheduler_service.metrics_port import KEPT_S, MAX_CONNECTIONS, metrics_port
 from scheduler_service.prefix_index import PrefixReuse
 from scheduler_service.record import JournalState
 from scheduler_service.service import Rejections
@@ -249,6 +250,24 @@ async def test_who_sends_nonsense_or_nothing_keeps_nobody_else_out():
         assert b"a 1" in await say(address, b"GET /metrics HTTP/1.1\r\n\r\n")
         for _, writer in silent:
             writer.close()
+
+
+async def test_who_asks_without_a_pause_gets_what_there_is():
+    """A hundred in a row cost a look each 0.1 s; later it is told anew."""
+    looks = itertools.count(1)
+    async with metrics_port("127.0.0.1", 0, lambda: b"a %d\n" % next(looks)) as address:
+
+        async def scrape() -> bytes:
+            answer = await say(address, b"GET /metrics HTTP/1.1\r\n\r\n")
+            return answer.partition(b"\r\n\r\n")[2]
+
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        answers = [await scrape() for _ in range(100)]
+        assert int(answers[-1].split()[1]) <= 1 + (loop.time() - begin_s) / KEPT_S
+        async with asyncio.timeout(60):
+            while await scrape() == answers[-1]:
+                pass
 
 
 async def test_metrics_that_fail_end_nothing(caplog):
