@@ -18,7 +18,6 @@ from rich.table import Table
 
 from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
-from .bench_arrivals import arrivals
 from .bench_chat import chat
 from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
 from .bench_gateway import gateway
@@ -26,7 +25,6 @@ from .bench_journal import journal
 from .bench_kernels import kernels
 from .bench_metrics import metrics
 from .bench_steps import steps
-from .compare import compare
 from .helper_process import run_json
 from .limits import BandwidthOption, MemoryLimit, find_limit
 from .measure import Level, Run, Spread, Work, run_once
@@ -48,8 +46,6 @@ from .server_process import running_server
 IDLE = re.compile(r"worker 0: .*idle between steps: median ([\d.]+) us,.* 99 % ([\d.]+) us")
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
-bench.command()(arrivals)
-bench.command()(compare)
 bench.command()(steps)
 bench.command()(kernels)
 bench.command()(chat)
