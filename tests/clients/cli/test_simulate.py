@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from slotwise_cli.measure import Level, Run, Timeline
 from slotwise_cli.service_times import ServiceTimes, read_ladder
 from slotwise_cli.simulation_plot import plot_simulation
 
@@ -49,6 +51,17 @@ def test_a_ladder_is_read(tmp_path):
     assert times.name == "tiny, float32, cpu"
     assert times.steps == ((1, 0.010), (4, 0.020))
     assert times.prefill_s(0, 64) == pytest.approx(0.128)
+
+
+def test_the_levels_are_those_of_bench_ladder(tmp_path):
+    """Ten tokens, a step of 20 ms, the first token after 100."""
+    arrivals = tuple((0.1 + 0.02 * token, 1) for token in range(10))
+    level = Level.of(1, [Run((Timeline(0.0, arrivals),), 0.5)])
+    path = tmp_path / "ladder.json"
+    path.write_text(json.dumps({**LADDER, "levels": [asdict(level)]}))
+    times = read_ladder(path)
+    assert times.step_s(1, 0) == pytest.approx(0.02)
+    assert times.prefill_s(0, 32) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
