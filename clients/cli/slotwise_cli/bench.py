@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
+from .bench_arrivals import arrivals
 from .bench_chat import chat
-from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
+from .bench_files import JsonFileOption, ModelOption, PlotOption, ReportOption, check_files
 from .bench_gateway import gateway
+from .bench_interleave import interleave
 from .bench_journal import journal
 from .bench_kernels import kernels
 from .bench_metrics import metrics
+from .bench_result import common_form, end_with
 from .bench_steps import steps
+from .compare import compare
+from .figures import Better, Figure
 from .helper_process import run_json
+from .ladder_table import show_ladder
 from .limits import BandwidthOption, MemoryLimit, find_limit
 from .measure import Level, Run, Spread, Work, run_once
 from .number_list import numbers
@@ -46,6 +50,9 @@ from .server_process import running_server
 IDLE = re.compile(r"worker 0: .*idle between steps: median ([\d.]+) us,.* 99 % ([\d.]+) us")
 
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
+bench.command()(arrivals)
+bench.command()(interleave)
+bench.command()(compare)
 bench.command()(steps)
 bench.command()(kernels)
 bench.command()(chat)
@@ -91,11 +98,12 @@ def ladder(
     bandwidth: BandwidthOption = None,
     json_file: JsonFileOption = None,
     plot: PlotOption = None,
+    report_file: ReportOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure 1, 2, 4, 8 requests at once: TTFT, ITL, tokens/s, ratio to one, prefill share."""
     _check_peer(peer)
-    check_files(json_file, plot)
+    check_files(json_file, plot, report_file)
     output = Output(as_json)
     plan = Plan(Work(prompt_tokens, new_tokens), numbers("--concurrency", concurrency), repeats)
     chosen = server_flags(device=device, dtype=dtype, tp=tp, threads=threads)
@@ -124,13 +132,13 @@ def ladder(
         if peer:
             folder = model_folder(model or "demo", report)
             _add_peer(result, _run_peer(folder, served, plan, report))
-    write_json_file(json_file, result)
+    whole = common_form("ladder", served.model, served.server, asdict(plan), result)
+    whole["figures"] = _figures(result)
+    if not as_json:
+        show_ladder(result, output)
     if plot is not None:
         plot_ladder(result, plot)
-    if as_json:
-        output.json(result)
-    else:
-        _show(result, output)
+    end_with(whole, output, json_file, None, report_file)
 
 
 def _check_peer(peer: str | None) -> None:
@@ -272,68 +280,12 @@ def _add_peer(result: dict[str, Any], answer: dict[str, Any]) -> None:
     result["peer"] = peer
 
 
-def _show(result: dict[str, Any], output: Output) -> None:
-    # A worker on a GPU has none.
-    threads = f"{result['num_threads']} threads; " if result["num_threads"] else ""
-    output.line(
-        f"{result['model']}, {result['device']}, {result['weight_dtype']}, TP {result['tp']}, "
-        f"{threads}{result['prompt_tokens']} prompt + "
-        f"{result['new_tokens']} new tokens per request, median of {result['repeats']}"
-    )
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption="tok/s with prefill; of decode alone, while all decode; and by difference, as "
-        "other engines are measured: n (tokens - 1) / (time of all tokens - time of one each); "
-        "TTFT p50, ITL p50 and p99 in ms; time: of the server over the engine's; limit: tok/s that "
-        "memory allows",
-    )
-    heads = ["n", "tok/s", "+-", "x", "decode", "x", "by diff", "x"]
-    heads += ["TTFT", "ITL", "p99", "prefill"]
-    if "grpc_time_ratio" in result["levels"][0]:
-        heads += ["engine", "time"]
-    if "limit_tokens_per_s" in result["levels"][0]:
-        heads += ["limit"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+def _figures(result: dict[str, Any]) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
     for level in result["levels"]:
-        table.add_row(*_row(level))
-    output.table(table)
-    if idle := result.get("idle_between_steps_us"):
-        output.line(
-            f"the GPU was idle between two steps for {idle['median']:.1f} us (median), "
-            f"{idle['percentile_99']:.1f} us (99 %)"
-        )
-    if "peer" in result:
-        peer = result["peer"]
-        ratio = f"; Slotwise at n=1: {peer['ratio_at_one']:.2f}x" if "ratio_at_one" in peer else ""
-        output.line(f"{peer['name']}: {peer['tokens_per_s']['median']:.1f} tok/s{ratio}")
-
-
-def _row(level: dict[str, Any]) -> list[str]:
-    speed = Spread(**level["tokens_per_s"])
-    difference = level["difference_tokens_per_s"]
-    cells = [
-        str(level["concurrency"]),
-        f"{speed.median:.1f}",
-        f"{speed.percent:.0f}%",
-        _times(level["ratio_to_one"]),
-        f"{level['decode_tokens_per_s']['median']:.1f}",
-        _times(level["decode_ratio_to_one"]),
-        "-" if difference is None else f"{difference['median']:.1f}",
-        _times(level["difference_ratio_to_one"]),
-        f"{level['ttft_ms_p50']:.1f}",
-        f"{level['itl_ms_p50']:.2f}",
-        f"{level['itl_ms_p99']:.2f}",
-        f"{level['prefill_share'] * 100:.0f}%",
-    ]
-    if "grpc_time_ratio" in level:
-        cells.append(f"{level['in_process_tokens_per_s']['median']:.1f}")
-        cells.append(f"{level['grpc_time_ratio']:.3f}")
-    if "limit_tokens_per_s" in level:
-        cells.append(f"{level['limit_tokens_per_s']:.0f}")
-    return cells
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+        of = f"n={level['concurrency']}"
+        for name, values in level["rounds"].items():
+            rate = name.endswith("tokens/s")
+            better: Better = "higher" if rate else "lower"
+            figures[f"{of} {name}"] = Figure("tokens/s" if rate else "ms", better, tuple(values))
+    return figures

@@ -1,12 +1,9 @@
 """`slotwise bench chat`: what the prefix cache is worth to conversations, turn by turn."""
 
 import asyncio
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +13,7 @@ from rich.table import Table
 from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
-from .gpus import NoDriverError, find_gpus
+from .machine import machine_of
 from .measure import Spread
 from .measure_chat import (
     ROOM,
@@ -171,7 +168,7 @@ def _summary(model: ModelInfo, server: ServerInfo, plan: Plan, got: Measured) ->
     worker = server.workers[0]
     result: dict[str, Any] = {
         "version": server.version,
-        **_machine(worker.device),
+        **machine_of(worker.device),
         "model": model.name,
         "device": worker.device,
         "weight_dtype": worker.weight_dtype,
@@ -191,29 +188,6 @@ def _summary(model: ModelInfo, server: ServerInfo, plan: Plan, got: Measured) ->
     if got.copied:
         result["busy_copy"] = _copy(plan, got.copied)
     return result
-
-
-def _machine(device: str) -> dict[str, Any]:
-    """This one; a server elsewhere says only its device."""
-    cpus = [
-        line.partition(":")[2].strip()
-        for line in _lines(Path("/proc/cpuinfo"))
-        if line.startswith("model name")
-    ]
-    machine: dict[str, Any] = {
-        "cpu": cpus[0] if cpus else platform.machine(),
-        "num_cores": len(os.sched_getaffinity(0)),
-    }
-    if device.startswith("cuda"):
-        try:
-            machine["gpus"] = [card.name for card in find_gpus().cards]
-        except NoDriverError as error:
-            machine["gpus"] = [f"not known: {error}"]
-    return machine
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _conversations(plan: Plan, rounds: Sequence[tuple[int, Round]]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from slotwise.v1 import inference_pb2 as pb
 from slotwise_client import AsyncClient, Client, ModelInfo
 
 from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
-from .measure import Run, Spread, Timeline, Work, summary
+from .latency import Timeline
+from .measure import Run, Spread, Work, summary
 from .output import CliError, Output, Report
 from .serve import (
     DeviceOption,

@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from slotwise_client import AsyncClient, AsyncStream, Delta, Event, GenerateOptions, ModelInfo
+
+from .latency import Timeline, latencies, percentile
 
 Prompts = Sequence[Sequence[int]]
 
@@ -23,36 +24,15 @@ class Work:
 
     def prompts(self, model: ModelInfo, count: int, seed: int) -> list[list[int]]:
         """`count` different prompts of random ordinary ids, the same for the same seed."""
-        draw = random.Random(seed)
-        special = {*model.end_token_ids, model.bos_token_id}
-        ids = [i for i in range(model.vocab_size) if i not in special]
-        return [draw.choices(ids, k=self.prompt_tokens) for _ in range(count)]
+        return random_prompts(model, [self.prompt_tokens] * count, seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """When one request was handed to gRPC (s), and when how many of its tokens arrived."""
-
-    sent: float
-    arrivals: tuple[tuple[float, int], ...]
-
-    @property
-    def ttft_ms(self) -> float:
-        """Time to the first token."""
-        return (self.arrivals[0][0] - self.sent) * 1e3
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that arrived."""
-        return sum(count for _, count in self.arrivals)
-
-    @property
-    def itl_ms(self) -> list[float]:
-        """Times between tokens; tokens of one message share the wait before it evenly."""
-        gaps: list[float] = []
-        for (before, _), (now, count) in pairwise(self.arrivals):
-            gaps += [(now - before) * 1e3 / count] * count
-        return gaps
+def random_prompts(model: ModelInfo, lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Prompts of random ordinary ids of these lengths, the same for the same seed."""
+    draw = random.Random(seed)
+    special = {*model.end_token_ids, model.bos_token_id}
+    ids = [i for i in range(model.vocab_size) if i not in special]
+    return [draw.choices(ids, k=length) for length in lengths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +165,8 @@ class Level:
     # Decode rate as other engines are measured, from these two medians: n x (tokens - 1) / (wall
     # time - wall time of one token each). None where the difference is no time at all.
     difference_tokens_per_s: Spread | None
+    # Single rounds, by figure.
+    rounds: dict[str, list[float]]
 
     @classmethod
     def of(cls, concurrency: int, runs: Sequence[Run], firsts: Sequence[Run] = ()) -> "Level":
@@ -206,7 +188,21 @@ class Level:
             prefill_share=statistics.median(run.prefill_share for run in runs),
             first_token_wall_ms=Spread.of([run.wall_s * 1e3 for run in firsts]) if firsts else None,
             difference_tokens_per_s=_by_difference(runs, firsts) if firsts else None,
+            rounds=_rounds(runs),
         )
+
+
+def _rounds(runs: Sequence[Run]) -> dict[str, list[float]]:
+    rounds: dict[str, list[float]] = {
+        "tokens/s": [run.tokens_per_s for run in runs],
+        "decode tokens/s": [run.decode_tokens_per_s for run in runs],
+    }
+    for run in runs:
+        for name, values in latencies(run.timelines).items():
+            for percent in (50, 99) if values else ():
+                figure = f"{name.removesuffix('_ms').upper()} p{percent}"
+                rounds.setdefault(figure, []).append(percentile(values, percent))
+    return rounds
 
 
 def _by_difference(runs: Sequence[Run], firsts: Sequence[Run]) -> Spread | None:
@@ -229,10 +225,3 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "ttft_ms_p50": percentile(ttfts, 50),
         "ttft_ms_p90": percentile(ttfts, 90),
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value with at least `percent` of the values at or below it."""
-    ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(int(rank) - 1, 0)]

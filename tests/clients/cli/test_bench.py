@@ -8,7 +8,8 @@ import pytest
 
 from slotwise_cli import bench, limits
 from slotwise_cli.geometry import model_config
-from slotwise_cli.measure import Level, Run, Timeline, Work
+from slotwise_cli.latency import Timeline
+from slotwise_cli.measure import Level, Run, Work
 from slotwise_cli.output import CliError, report_nothing
 from worker import rank
 

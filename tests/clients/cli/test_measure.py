@@ -6,7 +6,8 @@ import pytest
 from clients.scripted_server import WORDS
 
 from slotwise.v1 import inference_pb2 as pb
-from slotwise_cli.measure import Level, Run, Spread, Timeline, Work, percentile, run_once
+from slotwise_cli.latency import Timeline, percentile
+from slotwise_cli.measure import Level, Run, Spread, Work, run_once
 from slotwise_client import AsyncClient, ModelInfo
 from slotwise_client._protocol import mirror
 
