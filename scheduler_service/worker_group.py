@@ -16,7 +16,7 @@ from .slots import WARM_UP_GENERATION
 from .step import DecodeRow, PrefillChunk, SlotSetup, StepCommand, StepResult
 from .supervisor import Supervisor, standby_command, worker_command
 from .tls import worker_credentials
-from .told_workers import ToldWorkers
+from .told_workers import Places, ToldWorkers
 from .worker_link import answers
 from .worker_pool import WorkerPool, warn_of_plain_links
 
@@ -77,6 +77,7 @@ class WorkerGroup:
         self._telling: asyncio.Task[None] | None = None
         # Where told workers were last.
         self._dialled: tuple[str, ...] = ()
+        self._following: asyncio.Task[None] | None = None
         if told is None and config.workers_are_told:
             self._told = ToldWorkers(config.world_size)
             self._telling = asyncio.create_task(self._told.read(sys.stdin), name="told workers")
@@ -165,7 +166,9 @@ class WorkerGroup:
         if places.rendezvous_address:
             config = replace(config, rendezvous_address=places.rendezvous_address)
         self._pool = WorkerPool(config, places.known(), epoch, self._credentials)
-        return await _unless(told.moved(places), self._configure_and_warm_up(self._pool, epoch))
+        info = await _unless(told.moved(places), self._configure_and_warm_up(self._pool, epoch))
+        self._following = asyncio.create_task(_fail_once_moved(self._pool, told, places))
+        return info
 
     async def _configure_and_warm_up(self, pool: WorkerPool, epoch: int) -> EngineInfo:
         info = await pool.connect(self._on_progress, self._config.connect_timeout_s)
@@ -192,6 +195,8 @@ class WorkerGroup:
         return {rank: why for rank, is_heard in zip(asked, found, strict=True) if not is_heard}
 
     async def _close_pool(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
@@ -216,6 +221,11 @@ async def _unless(loss: Coroutine[Any, Any, GroupError], work: Coroutine[Any, An
         task.cancel()
         report.cancel()
         await asyncio.gather(task, report, return_exceptions=True)
+
+
+async def _fail_once_moved(pool: WorkerPool, told: ToldWorkers, places: Places) -> None:
+    """A machine that vanished closes nothing; who told of it knows sooner than the stream."""
+    pool.fail(await told.moved(places))
 
 
 class GroupStarter:

@@ -66,9 +66,12 @@ class RayCluster:
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
 
-    def add_node(self) -> int:
-        """Process id of the new node's raylet."""
-        node = self._cluster.add_node(num_cpus=NODE_CPUS, object_store_memory=80 << 20)
+    def add_node(self, num_gpus: int = 0) -> int:
+        """Process id of the new node's raylet. GPUs need not be there: Ray believes what it is
+        told."""
+        node = self._cluster.add_node(
+            num_cpus=NODE_CPUS, num_gpus=num_gpus, object_store_memory=80 << 20
+        )
         return node.all_processes["raylet"][0].process.pid
 
     def free_cpus(self) -> float:
@@ -165,6 +168,13 @@ def workers(raylet: int) -> list[psutil.Process]:
                 if one.cmdline()[1:3] == ["-m", "worker"]:
                     found.append(one)
     return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also if nobody has asked for its exit status yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def stop_workers(raylet: int) -> list[psutil.Process]:

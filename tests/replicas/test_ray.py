@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from replicas.ray_cluster import (
     RayCluster,
     Served,
     Stream,
+    has_ended,
     need_ray,
     stop_workers,
     wait_for,
@@ -30,6 +34,7 @@ from slotwise.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.replicas
 
+DOCS = (Path(__file__).parents[2] / "docs/ray.md").read_text()
 TP2 = ("--tp", "2", "--threads", "1", "--ray-strategy", "strict_spread")
 REQUEST = pb.GenerateRequest(
     token_ids=pb.TokenIds(ids=[5, 6, 7]),
@@ -97,15 +102,18 @@ def test_each_rank_is_on_a_node_of_its_own_and_the_tokens_are_the_same(rig):
     assert rig.served.num_recoveries() == 0
 
 
-def test_a_killed_worker_is_started_anew_on_its_node(rig):
+@pytest.mark.parametrize("victim", ["worker", "actor"])
+def test_a_killed_worker_is_started_anew_on_its_node(rig, victim):
+    """With its actor it ends too."""
+    before = rig.served.num_recoveries()
     with rig.served.stub() as stub:
         stream = Stream(stub, REQUEST)
         stream.read_some(20)
         (killed,) = stop_workers(rig.nodes[1])
         (left,) = workers(rig.nodes[0])
-        killed.kill()
+        (killed if victim == "worker" else killed.parent()).kill()
         assert stream.rest() == rig.tokens
-    assert rig.served.num_recoveries() == 1
+    assert rig.served.num_recoveries() > before
     (new,) = workers(rig.nodes[1])
     assert new.pid != killed.pid
     assert workers(rig.nodes[0]) == [left], "the other one keeps its weights"
@@ -118,11 +126,13 @@ def test_the_rank_of_a_killed_node_goes_on_on_another(rig):
         stream = Stream(stub, REQUEST)
         stream.read_some(20)
         lost = rig.nodes.pop(1)
-        stop_workers(lost)
+        (old,) = stop_workers(lost)
+        keeper = old.parent()
         psutil.Process(lost).kill()
         assert stream.rest() == rig.tokens
     assert rig.served.num_recoveries() > before
     assert rig.with_workers() == rig.nodes
+    wait_for(lambda: has_ended(old) and has_ended(keeper), "what ran there ends")
 
 
 def test_a_killed_driver_is_followed_by_another(rig):
@@ -167,7 +177,8 @@ def test_a_second_replica_beside_it_over_tls_and_no_room_for_a_third(rig, tmp_pa
         third = run_driver(rig, "--model", str(rig.model), "--threads", "3", "--ray-timeout", "1")
         assert third.returncode == 1
         assert "no room for 1 x (CPU 3), pack" in third.stderr
-        assert f"{host} (CPU {NODE_CPUS}), {host} (CPU {NODE_CPUS})" in third.stderr
+        assert third.stderr.count(f"{host} (CPU {NODE_CPUS})") == 2
+        assert "free in all: nothing" in third.stderr
         assert "waited 1 s" in third.stderr
     finally:
         second.end(signal.SIGKILL)
@@ -185,6 +196,28 @@ def test_a_node_without_the_model_is_named(rig):
     assert "there is no folder /no/such/model" in done.stderr
 
 
+def test_ranks_on_the_gpus_of_a_node_see_both_and_take_their_own(rig):
+    """The node says that it has two; a worker looks for its own once a scheduler dials it."""
+    node = rig.cluster.add_node(num_gpus=2)
+    command = [sys.executable, "-m", "slotwise_cli.ray_driver", "--ray-address"]
+    command += [rig.cluster.address, "--model", str(rig.model), "--tp", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout is not None
+            events = (json.loads(line) for line in driver.stdout)
+            next(e for e in events if e["event"] == "workers" and None not in e["workers"])
+            found = workers(node)
+            devices = [one.cmdline()[one.cmdline().index("--device") + 1] for one in found]
+            assert sorted(devices) == ["cuda:0", "cuda:1"]
+            visible = {one.environ()["CUDA_VISIBLE_DEVICES"] for one in found}
+            assert len(visible) == 1
+            assert sorted(visible.pop().split(",")) == ["0", "1"]
+        finally:
+            driver.terminate()
+    assert driver.returncode == 0
+    psutil.Process(node).kill()
+
+
 def test_nothing_is_left_in_the_cluster_after_the_end(rig):
     assert rig.all_workers()
     assert rig.served.end() == 0
@@ -193,7 +226,10 @@ def test_nothing_is_left_in_the_cluster_after_the_end(rig):
 
 
 def test_a_cluster_of_its_own_ends_with_it(rig, tmp_path):
-    served = Served(rig.model, tmp_path / "served", "local", ["--tp", "2", "--threads", "1"])
+    (words,) = re.findall(r"^slotwise serve demo (.* --ray-address local .*)$", DOCS, re.MULTILINE)
+    served = Served(
+        rig.model, tmp_path / "served", "local", [*shlex.split(words), "--threads", "1"]
+    )
     try:
         served.wait_ready()
         with served.stub() as stub:
@@ -202,4 +238,4 @@ def test_a_cluster_of_its_own_ends_with_it(rig, tmp_path):
         assert any("raylet" in one.name() for one in family)
     finally:
         served.end(signal.SIGKILL)
-    wait_for(lambda: not any(one.is_running() for one in family), "all its processes end")
+    wait_for(lambda: all(has_ended(one) for one in family), "all its processes end")

@@ -101,8 +101,10 @@ async def test_a_file_is_no_pipe(tmp_path):
         await told.all_known()
 
 
-async def test_a_worker_that_moves_is_followed_and_no_token_is_lost(tmp_path):
-    """Its first place is never connected to again: the stream goes on from the second."""
+@pytest.mark.parametrize("closes", [True, False])
+async def test_a_worker_that_moves_is_followed_and_no_token_is_lost(tmp_path, closes):
+    """Its first place is never connected to again: the stream goes on from the second, also when
+    the first one stands still and closes nothing."""
     first, second = (FakeWorkerServer(f"unix:{tmp_path}/worker-{n}.sock") for n in range(2))
     told = ToldWorkers(1)
     config = EngineConfig(workers_are_told=True, num_slots=2, max_seq_len=256, max_step_tokens=16)
@@ -117,7 +119,8 @@ async def test_a_worker_that_moves_is_followed_and_no_token_is_lost(tmp_path):
             first.hang()
             request = make_request("r", (1, 2, 3), 40)
             stream = engine.submit([request])
-            await first.die()
+            if closes:
+                await first.die()
             # Where nobody listens, so that a try is under way when the news comes.
             told.tell(line(f"unix:{tmp_path}/nobody.sock"))
             await asyncio.sleep(0.1)
@@ -130,4 +133,6 @@ async def test_a_worker_that_moves_is_followed_and_no_token_is_lost(tmp_path):
         assert engine.load().num_recoveries == 1
     finally:
         await engine.stop()
+        first.resume()
+        await first.die()
         await second.die()

@@ -6,7 +6,6 @@ The scheduler's messages go past it, straight to the worker's own port.
 
 import contextlib
 import os
-import queue
 import random
 import re
 import signal
@@ -14,6 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _MAX_DELAY_S: Final = 30.0
 # How long `news` waits for the first piece.
 _NEWS_S: Final = 5.0
 _END_GRACE_S: Final = 3.0
+# Between looks at the raylet.
+_RAYLET_S: Final = 0.5
+_MAX_LINES: Final = 10_000
 # As `python -m worker --exit-with-parent` takes it.
 _END_SIGNAL: Final = signal.SIGUSR1
 # Of a worker that cannot free itself: another process can.
@@ -89,12 +93,38 @@ class WorkerPlan:
     visible_gpus: tuple[str, ...] = ()
 
 
+class NewsLog:
+    """What a keeper has to tell, kept until it is known to have arrived."""
+
+    def __init__(self) -> None:
+        self._grown = threading.Condition()
+        self._kept: deque[News] = deque()
+        self._num_dropped = 0
+
+    def put(self, news: News) -> None:
+        with self._grown:
+            # Lines that nobody fetches are not worth the memory.
+            if not isinstance(news, Said) or len(self._kept) < _MAX_LINES:
+                self._kept.append(news)
+                self._grown.notify_all()
+
+    def after(self, num_heard: int) -> list[News]:
+        """All after the first `num_heard`, which are dropped; waits a while for one."""
+        with self._grown:
+            while self._kept and self._num_dropped < num_heard:
+                self._kept.popleft()
+                self._num_dropped += 1
+            self._grown.wait_for(lambda: self._kept, _NEWS_S)
+            return list(self._kept)
+
+
 class RankKeeper:
     """At most one worker at a time. Methods may be called from several threads."""
 
     def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
         self._address = ray.util.get_node_ip_address()
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._news = NewsLog()
         self._lock = threading.Lock()
         self._plan: WorkerPlan | None = None
         self._keeping: _Keeping | None = None
@@ -107,15 +137,14 @@ class RankKeeper:
                 gpus=tuple(gpus.split(",")) if gpus else (),
             )
         )
+        threading.Thread(target=_end_with_raylet, args=(os.getppid(),), daemon=True).start()
 
-    def news(self) -> list[News]:
-        """What has happened since the last call; waits a while for the first piece."""
-        found: list[News] = []
-        with contextlib.suppress(queue.Empty):
-            found.append(self._news.get(timeout=_NEWS_S))
-            while True:
-                found.append(self._news.get_nowait())
-        return found
+    def news(self, name: str, num_heard: int) -> tuple[str, list[News]]:
+        """What has happened since `num_heard` pieces of news; waits a while for the first one.
+
+        Also our name: who has heard those of another keeper begins anew.
+        """
+        return self._name, self._news.after(num_heard if name == self._name else 0)
 
     def start(self, plan: WorkerPlan) -> None:
         """Keeps a worker of this plan from now on; the same plan again changes nothing."""
@@ -139,7 +168,7 @@ class _Keeping:
     """One thread that starts the worker again and again. The worker ends with the thread, by the
     kernel's hand (--exit-with-parent), so the thread outlives it."""
 
-    def __init__(self, plan: WorkerPlan, address: str, news: "queue.SimpleQueue[News]") -> None:
+    def __init__(self, plan: WorkerPlan, address: str, news: NewsLog) -> None:
         self._plan = plan
         self._address = address
         self._news = news
@@ -239,6 +268,14 @@ class _Keeping:
                 probe.bind((self._address, port))
                 return f"{host}:{port}"
         return ""
+
+
+def _end_with_raylet(raylet: int) -> None:
+    """Ray leaves an actor behind whose node was lost by the death of its raylet; the worker would
+    hold memory that Ray gives to others."""
+    while os.getppid() == raylet:
+        time.sleep(_RAYLET_S)
+    os._exit(1)
 
 
 def _ended_by(code: int) -> str:

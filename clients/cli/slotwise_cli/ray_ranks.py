@@ -67,11 +67,11 @@ def bundle(launch: Launch) -> dict[str, float]:
 
 def describe_cluster() -> str:
     """What each node has, and what is free in all, for people."""
-    nodes = [
+    nodes = sorted(
         f"{node['NodeManagerAddress']} ({_amounts(node['Resources'])})"
         for node in ray.nodes()
         if node["Alive"]
-    ]
+    )
     return f"nodes: {', '.join(nodes)}; free in all: {_amounts(ray.available_resources())}"
 
 
@@ -91,13 +91,21 @@ class _Rank:
     """What is known of a rank."""
 
     actor: Any
+    # The keeper that was heard last, and how much of it.
+    keeper: str = ""
+    num_heard: int = 0
     place: Placed | None = None
     listening: Listening | None = None
     has_listened: bool = False
     # Of its last line.
     log_level: str = "INFO"
-    # When it lost its place, or when that was reported last.
+    # Its actor cannot be reached: since when, or when that was reported last.
+    is_lost: bool = False
     lost_s: float = 0.0
+
+    def ask(self) -> Any:
+        """For its news."""
+        return self.actor.news.remote(self.keeper, self.num_heard)
 
 
 class Ranks:
@@ -149,7 +157,7 @@ class Ranks:
 
     def watch(self) -> None:
         """Tells of every change, until `stop`. LaunchError when a rank cannot start at first."""
-        asked = {one.actor.news.remote(): rank for rank, one in enumerate(self._ranks)}
+        asked = {one.ask(): rank for rank, one in enumerate(self._ranks)}
         # Ranks out of reach, and when to ask again.
         later: dict[int, float] = {}
         while not self._stop.is_set():
@@ -157,19 +165,19 @@ class Ranks:
             for reference in done:
                 rank = asked.pop(reference)
                 if self._heard(rank, reference):
-                    asked[self._ranks[rank].actor.news.remote()] = rank
+                    asked[self._ranks[rank].ask()] = rank
                 else:
                     later[rank] = time.monotonic() + _RETRY_S
             for rank in [rank for rank, due in later.items() if time.monotonic() > due]:
                 del later[rank]
-                asked[self._ranks[rank].actor.news.remote()] = rank
+                asked[self._ranks[rank].ask()] = rank
             if not asked:
                 self._stop.wait(_RETRY_S)
             self._report_lost()
 
     def end(self) -> None:
         """Ends workers and actors and gives their room back."""
-        stops = [one.actor.stop.remote() for one in self._ranks if one.place is not None]
+        stops = [one.actor.stop.remote() for one in self._ranks if not one.is_lost]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=_STOP_S)
         for one in self._ranks:
@@ -178,14 +186,22 @@ class Ranks:
 
     def _heard(self, rank: int, reference: Any) -> bool:
         """Takes a rank's news; False when its actor cannot be reached now."""
+        one = self._ranks[rank]
         try:
-            for news in ray.get(reference):
-                self._take(rank, news)
+            keeper, heard = ray.get(reference)
         except ActorUnavailableError as error:
             self._lose(rank, str(error))
             return False
         except RayError as error:
             raise LaunchError(f"rank {rank} cannot run in the cluster: {error}") from error
+        if keeper != one.keeper:
+            one.keeper, one.num_heard, one.listening = keeper, 0, None
+        one.num_heard += len(heard)
+        was_lost, one.is_lost = one.is_lost, False
+        for news in heard:
+            self._take(rank, news)
+        if was_lost:
+            self._tell_places()
         return True
 
     def _take(self, rank: int, news: News) -> None:
@@ -218,17 +234,16 @@ class Ranks:
 
     def _lose(self, rank: int, why: str) -> None:
         one = self._ranks[rank]
-        if one.place is None:
+        if one.is_lost or one.place is None:
             return
         first_line = why.strip().splitlines()[0]
         self._note("ERROR", f"rank {rank} on {_name(one.place)} is lost: {first_line}")
-        one.place = one.listening = None
-        one.lost_s = time.monotonic()
+        one.is_lost, one.lost_s = True, time.monotonic()
         self._tell_places()
 
     def _report_lost(self) -> None:
         for rank, one in enumerate(self._ranks):
-            if one.place is None and one.lost_s and time.monotonic() - one.lost_s > _REPORT_S:
+            if one.is_lost and time.monotonic() - one.lost_s > _REPORT_S:
                 one.lost_s = time.monotonic()
                 asked = _amounts(self._bundle)
                 self._note("WARNING", f"rank {rank} waits for {asked}; {describe_cluster()}")
@@ -241,10 +256,11 @@ class Ranks:
                 return
             here = [place for place in places if place and place.node == one.place.node]
             visible = [gpu for place in here for gpu in place.gpus]
-            one.actor.start.remote(worker_plan(self._launch, self._threads, one.place, visible))
+            if not one.is_lost:
+                one.actor.start.remote(worker_plan(self._launch, self._threads, one.place, visible))
 
     def _tell_places(self) -> None:
-        heard = [one.listening for one in self._ranks]
+        heard = [None if one.is_lost else one.listening for one in self._ranks]
         first = heard[0]
         self._tell(
             event="workers",
