@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -55,6 +55,8 @@ class Call:
     # Whether it is in the journal, as soon as that is known; None: there is no journal.
     journaled: asyncio.Future[bool] | None = None
     ended_s: float | None = None
+    # Told of each event, when the call is traced.
+    trace: Callable[[Event], None] | None = None
     # Which answer is which, by request id.
     choices: dict[str, int] = field(init=False)
 
@@ -200,6 +202,8 @@ class Calls:
             return
 
     def _note(self, call: Call, event: Event) -> None:
+        if call.trace is not None:
+            call.trace(event)
         if self._journal is not None and not self._goes_on(event):
             self._journal.add(call.call_id, call.choices[event.request_id], event)
         if isinstance(event, FinishedEvent) and call.has_ended:

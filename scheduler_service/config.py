@@ -84,6 +84,10 @@ class Config:
     # For Prometheus, over plain HTTP; None: nothing listens there. 0: any free port.
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    # Of an OpenTelemetry collector, over gRPC; "": nothing is traced.
+    otlp_endpoint: str = ""
+    # Share of requests that are traced, of those whose callers do not decide it.
+    trace_sample_ratio: float = 1.0
     # What the engine is told; its fields carry their own defaults.
     engine: EngineConfig = field(default_factory=EngineConfig)
     access: Access = Access()
@@ -104,6 +108,7 @@ class Config:
         _check_range("metrics_port", self.metrics_port or 0, 0, 65535)
         if not self.metrics_host:
             raise ConfigError("metrics_host is empty; 127.0.0.1 is this machine only")
+        _check_tracing(self.otlp_endpoint, self.trace_sample_ratio)
         _check_seconds("grace", self.grace_s, 0)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         _check_choice("log_format", self.log_format, LOG_FORMATS)
@@ -215,6 +220,15 @@ def _check_engine(engine: EngineConfig) -> None:
     _check_seconds("recovery_timeout", engine.recovery_timeout_s, 0)
 
 
+def _check_tracing(endpoint: str, ratio: float) -> None:
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint is {endpoint!r}; http://host:port or https://host:port is accepted"
+        )
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"--trace-sample-ratio is {ratio}; 0 to 1 is accepted")
+
+
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{name} is {value}; {low} to {high} is accepted")
@@ -269,6 +283,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
         port=given.port,
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
+        otlp_endpoint=given.otlp_endpoint,
+        trace_sample_ratio=given.trace_sample_ratio,
         engine=engine,
         grace_s=given.grace,
         log_level=given.log_level,
@@ -350,6 +366,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--metrics-port", type=int, help=metrics)
     add("--metrics-host", default=own.metrics_host, help="address that it listens on")
+    endpoint = "OpenTelemetry collector of traces, over gRPC: http://host:port; default: none"
+    add("--otlp-endpoint", default=own.otlp_endpoint, help=endpoint)
+    ratio = "share of requests that are traced, where the caller does not say"
+    add("--trace-sample-ratio", type=float, default=own.trace_sample_ratio, help=ratio)
     add("--grace", type=float, default=own.grace_s, help="seconds to finish requests on SIGTERM")
     add("--log-level", choices=LOG_LEVELS, default=own.log_level, help="least level to log")
     add("--log-format", choices=LOG_FORMATS, default=own.log_format, help="form of log lines")

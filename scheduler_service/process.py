@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -26,6 +27,9 @@ from .server import add_inference, resume_calls
 from .service import InferenceService, Survival, load_model
 from .tls import server_credentials
 from .worker_pool import warn_of_plain_links
+
+if TYPE_CHECKING:
+    from .tracing import Tracer
 
 # After the last request has ended: time for its last message to reach a slow client.
 LAST_MESSAGES_S = 2.0
@@ -49,6 +53,9 @@ class Process:
         self._at_end = contextlib.ExitStack()
         self._health = HealthService(config.engine.world_size)
         self._metrics = Metrics()
+        self._tracer = _tracer(config)
+        if self._tracer is not None:
+            self._at_end.callback(self._tracer.close)
         self._engine = Engine(config.engine, self._on_state, self._on_progress)
 
     async def run(self) -> None:
@@ -122,7 +129,9 @@ class Process:
         survival, recorded = await self._survival()
         service = InferenceService(model, self._engine, survival, is_open=False)
         self._at_end.callback(service.calls.close)
-        add_inference(server, service, self._config.engine, self._callers, self._metrics)
+        add_inference(
+            server, service, self._config.engine, self._callers, self._metrics, self._tracer
+        )
         await server.start()
         return service, recorded
 
@@ -251,3 +260,18 @@ class Process:
         if self._config.events:
             with contextlib.suppress(BrokenPipeError):  # the reader is gone; serving goes on
                 print(json.dumps(event), file=sys.stdout, flush=True)
+
+
+def _tracer(config: Config) -> Tracer | None:
+    """None where no collector is named. ConfigError without the extra that it needs."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from .tracing import Tracer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--otlp-endpoint needs {error.name}, which is not installed: "
+            "pip install 'slotwise[trace]'"
+        ) from error
+    name = config.served_name or config.model_dir.resolve().name
+    return Tracer(config.otlp_endpoint, config.trace_sample_ratio, name)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -28,6 +28,10 @@ from .service import Accepting, InferenceService
 from .status import CallContext, to_status
 from .validation import check_request_id
 
+if TYPE_CHECKING:
+    # OpenTelemetry is optional.
+    from .tracing import Tracer
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -42,13 +46,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         config: EngineConfig,
         callers: Callers,
         metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        """metrics None: of its own."""
+        """metrics None: of its own; tracer None: nothing is traced."""
         self._service = service
         self._metrics = metrics or Metrics()
         self._metrics.follow(service)
         self._config = config
         self._callers = callers
+        self._tracer = tracer
         self._started_ns = service.engine.now_ns()
 
     async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> None:
@@ -193,7 +199,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline_ns = None
         if remaining_s is not None:
             deadline_ns = self._service.engine.now_ns() + int(remaining_s * 1e9)
-        return Accepting(self._callers.of(context), kept, deadline_ns)
+        start_trace = None
+        if self._tracer is not None:
+            start_trace = self._tracer.caller(context.invocation_metadata() or ())
+        return Accepting(self._callers.of(context), kept, deadline_ns, start_trace)
 
     async def _cancel(self, request: pb.CancelRequest, context: CallContext) -> pb.CancelResponse:
         messages.refuse_unknown_fields(request)
@@ -290,10 +299,11 @@ def add_inference(
     config: EngineConfig,
     callers: Callers | None = None,
     metrics: Metrics | None = None,
+    tracer: Tracer | None = None,
 ) -> None:
     """Makes a server answer slotwise.v1.Inference. callers None: they are not told apart; metrics
-    None: its own."""
-    servicer = InferenceServicer(service, config, callers or Callers(), metrics)
+    None: its own; tracer None: nothing is traced."""
+    servicer = InferenceServicer(service, config, callers or Callers(), metrics, tracer)
     described = pb.DESCRIPTOR.services_by_name["Inference"]
     handlers = {method.name: _handler(servicer, method) for method in described.methods}
     generic = grpc.method_handlers_generic_handler(described.full_name, handlers)

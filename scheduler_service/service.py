@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,14 @@ from .json_file import ModelFilesError
 from .model_files import ModelInfo, front_hash, read_model_info
 from .prompts import PromptReader
 from .record import CallRecord, JournalState, Setup
-from .request import NO_CLIENT_LIMITS, ClientLimits, FinishReason, Request, failed_event
+from .request import (
+    NO_CLIENT_LIMITS,
+    ClientLimits,
+    Event,
+    FinishReason,
+    Request,
+    failed_event,
+)
 from .request_stream import RequestStream
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
@@ -124,6 +131,11 @@ class Survival:
         return JournalState.OFF if self.journal is None else self.journal.state
 
 
+# Told of a call's requests when it is accepted; None: it is not sampled. What it returns is told of
+# each of their events.
+TraceStart = Callable[[Sequence[Request]], Callable[[Event], None] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Accepting:
     """What comes with a call besides what it asks for."""
@@ -133,6 +145,8 @@ class Accepting:
     request: bytes
     # On the engine's clock.
     deadline_ns: int | None = None
+    # Begins the call's trace; None: nothing is traced.
+    start_trace: TraceStart | None = None
 
 
 class InferenceService:
@@ -225,6 +239,8 @@ class InferenceService:
         record = self._record(accepting, requests, prompt.opens_reasoning)
         stream = self.engine.submit(requests)
         accepted = Call(record, tuple(requests), stream, call.attach_window_s)
+        if accepting.start_trace is not None:
+            accepted.trace = accepting.start_trace(requests)
         self.calls.add(accepted)
         return self._generation(accepted, call, [FROM_START] * len(requests))
 

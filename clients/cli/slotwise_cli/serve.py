@@ -111,6 +111,14 @@ def serve(
     metrics_host: Annotated[
         str | None, typer.Option(help="Address of --metrics-port [127.0.0.1].")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector of traces: http://host:port \\[off]."),
+    ] = None,
+    trace_sample_ratio: Annotated[
+        float | None,
+        typer.Option(help="Share of requests to trace, where callers do not say \\[1.0]."),
+    ] = None,
     http_port: Annotated[
         int | None,
         typer.Option(help="Serve the OpenAI API too, on this port; 0 takes a free one \\[off]."),
@@ -188,6 +196,8 @@ def serve(
         no_operator_calls=no_operator_calls,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
+        otlp_endpoint=otlp_endpoint,
+        trace_sample_ratio=trace_sample_ratio,
         log_level=log_level,
         log_format=log_format,
     )
