@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ from concurrent import futures
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from replicas.balanced import balanced, need_haproxy
+from replicas.balanced import CONFIG, balanced, need_haproxy
 
 from slotwise.v1 import inference_pb2 as pb
 from slotwise.v1 import inference_pb2_grpc as rpc
 
 pytestmark = pytest.mark.replicas
+ROOT = CONFIG.parents[3]
 SERVICE = "slotwise.v1.Inference"
 KEYS = [f"conversation {number}" for number in range(300)]
 
@@ -165,3 +167,13 @@ def test_a_draining_replica_keeps_its_streams(tmp_path):
             assert client.where(key) == 1
             servers[0].may_end.set()
             assert [one.request_id for one in stream] == [str(servers[0].port)]
+
+
+def test_the_file_as_it_stands_and_is_started():
+    """docs/replicas.md has this command."""
+    command = "haproxy -W -db -f docs/deploy/haproxy/haproxy.cfg"
+    assert command in (ROOT / "docs" / "replicas.md").read_text()
+    words = command.replace("-W -db", "-c").split()
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
