@@ -23,7 +23,7 @@ BUF := build/buf/node_modules/.bin/buf
 CLANG_FORMAT_FILES := $(shell find native clients/cpp tests/clients/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs docs-api figures bench bench-gpu
+.PHONY: help demo test test-gpu sanitize-gpu build build-gpu nvcc protos fmt lint type golden docs docs-api figures bench bench-report bench-gpu
 .PHONY: clean fuzz chaos soak clients-test compose-test replicas-test protos-check protos-release
 
 help:
@@ -129,6 +129,14 @@ docs-api: $(TOOLS)
 
 bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
+
+# The figures and the report of docs/benchmarks.md; DIR=folder puts them elsewhere, to compare two runs.
+DIR ?= docs/figures
+bench-report: $(TOOLS)
+	mkdir -p build/bench
+	$(BIN)/slotwise bench arrivals --rates auto --slo-ttft-ms 500 --slo-tpot-ms 100 --repeats 6 --duration-s 15 \
+	  --json-file build/bench/arrivals.json --plot $(DIR)/bench-arrivals.png --report $(DIR)/bench-report.html
+	$(BIN)/slotwise bench interleave --repeats 6 --json-file build/bench/interleave.json --plot $(DIR)/bench-interleave.png
 
 build-gpu: nvcc $(BUILT_GPU)
 	@$(BIN)/python -c 'import sys; from worker import _native; sys.exit(not _native.BUILT_WITH_CUDA)' || { \
