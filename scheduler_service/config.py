@@ -142,7 +142,7 @@ def _check_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
             f"host is {host!r} and tokens are wanted: without TLS they could be read on the way; "
-            "give tls-cert and tls-key, or insecure-tokens when something else encrypts"
+            "give --tls-cert and --tls-key, or --insecure-tokens when something else encrypts"
         )
 
 

@@ -97,8 +97,8 @@ class Config:
             raise ConfigError("https-cert and https-key go together; give both or none")
         if self.token is not None and not self.may_send_tokens:
             raise ConfigError(
-                f"there is a token, and the way to {self.server} is not encrypted; give tls-ca, or "
-                "insecure-tokens where the network is trusted"
+                f"there is a token, and the way to {self.server} is not encrypted; give --tls-ca, or "
+                "--insecure-tokens where the network is trusted"
             )
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise ConfigError("the token has characters besides printable ASCII, or is too long")
