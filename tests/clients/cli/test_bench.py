@@ -202,3 +202,18 @@ def test_the_idle_time_that_a_worker_tells(caplog):
     result = {}
     bench._add_idle(result, [begin % (1, other), begin % (0, words)])
     assert result == {"idle_between_steps_us": {"median": 4.0, "percentile_99": 70.0}}
+
+
+def test_a_ladder_has_the_common_form_and_a_report(slotwise, served, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["bench", "ladder", "--concurrency", "1,2", "--repeats", "2", "--new-tokens", "5"]
+    files = ["--json-file", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.html")]
+    done = slotwise(*words, *files, "--server", served.address)
+    assert done.code == 0, done.err
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert (result["kind"], result["complete"]) == ("ladder", True)
+    assert len(result["figures"]["n=2 tokens/s"]["rounds"]) == 2
+    assert "n=2 tokens/s" in (tmp_path / "a.html").read_text()
+    done = slotwise("bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "a.json"))
+    assert done.code == 0
+    assert "same within spread" in done.out
