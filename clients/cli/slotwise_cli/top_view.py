@@ -25,7 +25,7 @@ class Glyphs:
     more: str
 
 
-UNICODE: Final = Glyphs("█", "▏▎▍▌▋▊▉", "░", "▁▂▃▄▅▆▇█", "●", "─", "…")
+UNICODE: Final = Glyphs("█", "▏▎▍▌▋▊▉", "·", "▁▂▃▄▅▆▇█", "●", "─", "…")
 ASCII: Final = Glyphs("#", "", ".", "_.:-=+*#", "*", "-", ".")
 
 
@@ -255,7 +255,7 @@ class _Painter:
 
     def _seat(self, seat: Seat, max_seq_len: int) -> Text:
         style = _SEATS.get(seat.state, "")
-        line = Text(f"{seat.index:>4} ", _FAINT)
+        line = Text().append(f"{seat.index:>4} ", _FAINT)
         line.append(f"{seat.state:<8}", style)
         if seat.state is SlotState.FREE:
             line.append(f"{'':9}").append_text(self._bar(0, 1, self._bar_columns(), style))
@@ -290,7 +290,7 @@ class _Painter:
 
     def _cell(self, seat: Seat, max_seq_len: int) -> Text:
         style = _SEATS.get(seat.state, "")
-        line = Text(f"{seat.index:>3} ", _FAINT)
+        line = Text().append(f"{seat.index:>3} ", _FAINT)
         line.append(f"{_LETTERS.get(seat.state, '?')} ", style)
         if seat.state is SlotState.FREE:
             return line.append(f"{seat.cached_tokens} cached" if seat.cached_tokens else "", _FAINT)
@@ -305,7 +305,7 @@ class _Painter:
         per_line = max(1, (self._width - 5) // 11)
         lines = []
         for i in range(0, len(groups), per_line):
-            line = Text(f"{groups[i][0].index:>4} ", _FAINT)
+            line = Text().append(f"{groups[i][0].index:>4} ", _FAINT)
             for group in groups[i : i + per_line]:
                 for seat in group:
                     line.append(_LETTERS.get(seat.state, "?"), _SEATS.get(seat.state, ""))
@@ -319,7 +319,7 @@ class _Painter:
                 _DECORATION, self._rule(f"ranks: {sum(r.is_up for r in ranks)} of {len(ranks)} up")
             )
         for rank in ranks:
-            line = Text(f"{rank.rank:>4} ", _FAINT)
+            line = Text().append(f"{rank.rank:>4} ", _FAINT)
             line.append(
                 "up      " if rank.is_up else "DOWN    ", "green" if rank.is_up else "bold red"
             )

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from clients.cli.tmux import terminal
 from free_ports import fixed_port
@@ -29,12 +30,14 @@ from slotwise_client import (
     Histogram,
     Latencies,
     Load,
+    PermissionDeniedError,
     PrefixCache,
     RankLoad,
     ServerState,
     Slot,
     SlotState,
     SlotwiseError,
+    UnauthenticatedError,
 )
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
@@ -256,6 +259,31 @@ def test_no_server(slotwise):
         done = slotwise("top", "--server", "127.0.0.1:1", *words)
         assert done.code == 3
         assert done.err.startswith("error: no answer from 127.0.0.1:1")
+
+
+def test_a_server_that_does_not_tell_its_seats(slotwise, served, monkeypatch):
+    """As --no-operator-calls, or a token that is no operator's: the rest is told."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionDeniedError("ListSlots is for operators", grpc.StatusCode.PERMISSION_DENIED)
+
+    monkeypatch.setattr(Client, "slots", refuse)
+    done = slotwise("top", "--server", served.address, "--once", "--interval", "0.1")
+    assert done.code == 0
+    assert "seats are not told: ListSlots is for operators" in done.out
+    assert re.search(r"(?m)^seats +\d+ of \d+ busy", done.out)
+    done = slotwise("top", "--server", served.address, "--once", "--json", "--interval", "0.1")
+    told = json.loads(done.out)
+    assert told["no_seats"] == "ListSlots is for operators"
+    assert told["figures"]["seats"] is None
+
+
+def test_a_token_that_is_refused(slotwise, served, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise UnauthenticatedError("no such token", grpc.StatusCode.UNAUTHENTICATED)
+
+    monkeypatch.setattr(Client, "load", refuse)
+    assert slotwise("top", "--server", served.address, "--once").code == 4
 
 
 class Readers:
