@@ -39,9 +39,10 @@ def request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             value = value.strip()
-            return value.decode() if _REQUEST_ID.fullmatch(value) else _new_id()
-    return _new_id()
+            return value.decode() if _REQUEST_ID.fullmatch(value) else new_request_id()
+    return new_request_id()
 
 
-def _new_id() -> str:
+def new_request_id() -> str:
+    """For a request that brings none."""
     return uuid.uuid4().hex

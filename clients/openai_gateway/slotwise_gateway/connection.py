@@ -12,6 +12,7 @@ from uvicorn.config import Config as ServerConfig
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from .caller import new_request_id
 from .config import Limits
 from .errors import ApiError, unavailable
 
@@ -154,6 +155,8 @@ class Connection(HttpToolsProtocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
+            # Of its own: what came as a header was not read, or is not to be trusted.
+            "x-request-id": new_request_id(),
             **error.headers,
         }
         lines = [f"HTTP/1.1 {status.value} {status.phrase}"]

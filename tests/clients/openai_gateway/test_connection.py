@@ -106,6 +106,7 @@ async def test_headers_that_do_not_come(sent):
         await opened.send(sent)
         answer = await opened.answer()
         assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+        assert len(answer.headers["x-request-id"]) == 32
         assert answer.headers["connection"] == "close"
         assert await opened.at_end()
 
