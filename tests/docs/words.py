@@ -39,7 +39,7 @@ def all_flags() -> set[str]:
         command = todo.pop()
         found |= flags_of(command)
         todo += getattr(command, "commands", {}).values()
-    for path in ROOT.glob("[sw]*/config.py"):
+    for path in (*ROOT.glob("[sw]*/config.py"), *ROOT.glob("clients/openai_gateway/*/config.py")):
         found |= set(re.findall(r'"(--[a-z][\w-]*)"', path.read_text()))
     for folder in ("clients/openai_gateway", "tests"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -1,3 +1,9 @@
+"""The commands of docs/benchmarks.md, with a server of their own and less to measure.
+
+slotwise bench arrivals --rates 5,20 --slo-ttft-ms 60000 --json-file a.json --report a.html
+slotwise bench interleave --streams 2 --long-tokens 200
+"""
+
 from __future__ import annotations
 
 import contextlib
