@@ -12,7 +12,8 @@ from docs.blocks import ROOT, blocks_of, spans_of
 
 from slotwise_cli.__main__ import build_app
 
-COMMAND = re.compile(r"(?<![\w./\-\[:])slotwise ([a-z][^\n|;&)#>]*)")
+# Not where it names a namespace, a folder, a host.
+COMMAND = re.compile(r"(?<![\w./\-\[:=])(?<!-n )slotwise ([a-z][^\n|;&)#>]*)")
 MAKE = re.compile(r"(?:^|(?<=[\s;&`(]))make ((?:[a-z][\w-]*|\w+=\S+)(?: [a-z][\w-]*(?!=))*)")
 
 
