@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -250,6 +251,13 @@ async def test_who_sends_nonsense_or_nothing_keeps_nobody_else_out():
         assert b"a 1" in await say(address, b"GET /metrics HTTP/1.1\r\n\r\n")
         for _, writer in silent:
             writer.close()
+
+
+async def test_who_never_ends_a_request_is_cut(monkeypatch):
+    monkeypatch.setattr("scheduler_service.metrics_port._TIMEOUT_S", 0.05)
+    async with metrics_port("127.0.0.1", 0, lambda: b"a 1\n") as address, asyncio.timeout(60):
+        with contextlib.suppress(ConnectionResetError):
+            assert await say(address, b"GET /metrics HTTP/1.1\r\nX: ") == b""
 
 
 async def test_who_asks_without_a_pause_gets_what_there_is():
