@@ -32,6 +32,9 @@ def gateway(
         str | None, typer.Option(help="Certificate chain of the HTTP port, in PEM.")
     ] = None,
     https_key: Annotated[str | None, typer.Option(help="Its key, in PEM.")] = None,
+    balanced: Annotated[
+        bool, typer.Option("--balanced", help="The server is a load balancer before replicas.")
+    ] = False,
     insecure_tokens: Annotated[
         bool, typer.Option("--insecure-tokens", help="Tokens may go to the server without TLS.")
     ] = False,
@@ -80,6 +83,7 @@ def gateway(
         tls_server_name=tls_server_name,
         https_cert=https_cert,
         https_key=https_key,
+        balanced=balanced,
         insecure_tokens=insecure_tokens,
         max_body_mb=max_body_mb,
         max_bodies_mb=max_bodies_mb,
