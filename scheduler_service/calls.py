@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -29,6 +29,7 @@ from .request import (
     TokenEvent,
 )
 from .request_stream import RequestStream
+from .trace import Trace
 
 # Tokens of a prompt whose logprobs are told at once: with 20 alternatives, some milliseconds' work.
 PROMPT_PART = 128
@@ -55,8 +56,8 @@ class Call:
     # Whether it is in the journal, as soon as that is known; None: there is no journal.
     journaled: asyncio.Future[bool] | None = None
     ended_s: float | None = None
-    # Told of each event, when the call is traced.
-    trace: Callable[[Event], None] | None = None
+    # None: it is not traced.
+    trace: Trace | None = None
     # Which answer is which, by request id.
     choices: dict[str, int] = field(init=False)
 
@@ -203,7 +204,7 @@ class Calls:
 
     def _note(self, call: Call, event: Event) -> None:
         if call.trace is not None:
-            call.trace(event)
+            call.trace.note(event)
         if self._journal is not None and not self._goes_on(event):
             self._journal.add(call.call_id, call.choices[event.request_id], event)
         if isinstance(event, FinishedEvent) and call.has_ended:

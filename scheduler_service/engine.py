@@ -27,6 +27,7 @@ from .request_stream import RequestStream, RequestStreams
 from .scheduler import Scheduler
 from .serve_loop import EngineBugError, ServeLoop
 from .slots import SlotView
+from .trace import StepWatch
 from .worker_group import NUM_WARM_UP_STEPS, GroupStarter, WorkerGroup
 
 _log = logging.getLogger(__name__)
@@ -51,11 +52,14 @@ class Engine:
         on_state: Callable[[EngineState], None],
         on_progress: Callable[[LoadProgress], None],
         group: WorkerGroup | None = None,
+        steps: StepWatch | None = None,
     ) -> None:
         """on_state is called on the loop at each change, on_progress while workers load; neither
-        may block or raise. The first state, STARTING, is not reported. `group` is for tests."""
+        may block or raise. The first state, STARTING, is not reported. `group` is for tests.
+        `steps`: None where none are traced."""
         self._config = config
         self._on_state = on_state
+        self._steps = steps
         self._group = group or WorkerGroup(config, on_progress)
         self._starter = GroupStarter(self._group)
         self._state = EngineState.STARTING
@@ -287,7 +291,8 @@ class Engine:
     def _new_loop(self, info: EngineInfo, counters: Counters | None) -> ServeLoop:
         limits = self._config.limits(info.geometry)
         scheduler = Scheduler(limits, counters)
-        return ServeLoop(scheduler, self._group, self._streams.tell, self._config.worker_timeout_s)
+        timeout_s = self._config.worker_timeout_s
+        return ServeLoop(scheduler, self._group, self._streams.tell, timeout_s, self._steps)
 
     def _abandon(self, broken: ServeLoop) -> None:
         """Ends all requests INTERNAL without asking a scheduler that is not to be trusted."""

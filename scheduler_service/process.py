@@ -56,7 +56,8 @@ class Process:
         self._tracer = _tracer(config)
         if self._tracer is not None:
             self._at_end.callback(self._tracer.close)
-        self._engine = Engine(config.engine, self._on_state, self._on_progress)
+        steps = self._tracer
+        self._engine = Engine(config.engine, self._on_state, self._on_progress, steps=steps)
 
     async def run(self) -> None:
         """Returns when all has ended. ConfigError, ModelFilesError or EngineFailedError when the
@@ -242,6 +243,8 @@ class Process:
 
     def _on_state(self, state: EngineState) -> None:
         log.info("engine: %s", state.value)
+        if self._tracer is not None:
+            self._tracer.on_state(state)
         # Not before what a former life has left goes on: it would be asked for at once.
         if self._is_open or state is not EngineState.READY:
             self._health.on_state(state)

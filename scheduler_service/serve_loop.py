@@ -15,7 +15,8 @@ from .errors import ConstraintError, GroupError, UnavailableError, WorkerLostErr
 from .mask_runner import MaskRunner
 from .request import Event, FinishedEvent, FinishReason, Mask, Request, TokenEvent
 from .scheduler import Scheduler
-from .step import ResultError
+from .step import ResultError, StepCommand
+from .trace import StepWatch
 from .worker_group import WorkerGroup
 
 _log = logging.getLogger(__name__)
@@ -95,11 +96,13 @@ class ServeLoop:
         group: WorkerGroup,
         tell: Callable[[Iterable[Event]], None],
         worker_timeout_s: float,
+        steps: StepWatch | None = None,
     ) -> None:
-        """`tell` is given the events of requests, in order."""
+        """`tell` is given the events of requests, in order. `steps`: None where none are traced."""
         self.scheduler = scheduler
         self._group = group
         self._tell = tell
+        self._steps = steps
         self._silence = SilenceWatch(worker_timeout_s, self._on_silence)
         self._masks = MaskRunner(self._on_mask)
         self._is_serving = False
@@ -120,7 +123,10 @@ class ServeLoop:
             self._pump()
             while True:
                 result = await self._group.receive()
-                events = self.scheduler.apply_result(result, time.monotonic_ns())
+                now_ns = time.monotonic_ns()
+                if self._steps is not None:
+                    self._steps.done(result, now_ns)
+                events = self.scheduler.apply_result(result, now_ns)
                 self._silence.heard(more_is_due=bool(self.scheduler.outstanding))
                 self._advance_constraints()
                 self._pump(events)
@@ -207,12 +213,17 @@ class ServeLoop:
         """One in a turn of the event loop: it is on its way before the next one is planned."""
         command = self.scheduler.plan_step(now_ns)
         if command is not None:
+            if self._steps is not None and self._steps.is_wanted:
+                self._steps.sent(command, self._request_ids(command), time.monotonic_ns())
             self._group.send(command)
             self._silence.expect()
             if self.scheduler.may_run_ahead:
                 self.pump_soon()
         if self.scheduler.is_empty and not self.scheduler.outstanding:
             self.scheduler.check_integrity()
+
+    def _request_ids(self, command: StepCommand) -> list[str]:
+        return [self.scheduler.seats[row.slot].request.request_id for row in command.rows]
 
     def _arm_timer(self, now_ns: int) -> None:
         self._cancel_timer()

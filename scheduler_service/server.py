@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -19,7 +20,7 @@ from slotwise.v1 import inference_pb2_grpc
 
 from . import messages
 from .auth import Callers
-from .calls import Generation
+from .calls import Call, Generation
 from .engine_types import EngineConfig
 from .errors import InvalidArgumentError, SlotwiseError, SlowReaderError
 from .journal import RecordedCall
@@ -131,7 +132,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         call = messages.recorded_call(known.record)
         generation = self._service.attach(known, call, messages.places(request))
         async with generation:
-            await self._tell(generation, context)
+            with self._attached(known, context):
+                await self._tell(generation, context)
+
+    def _attached(
+        self, known: Call, context: CallContext
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._tracer is None:
+            return contextlib.nullcontext()
+        metadata = context.invocation_metadata() or ()
+        return self._tracer.attached(metadata, known.call_id, known.trace)
 
     async def _replay(self, request: pb.ReplayRequest, context: CallContext) -> None:
         messages.refuse_unknown_fields(request)

@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,17 +35,11 @@ from .json_file import ModelFilesError
 from .model_files import ModelInfo, front_hash, read_model_info
 from .prompts import PromptReader
 from .record import CallRecord, JournalState, Setup
-from .request import (
-    NO_CLIENT_LIMITS,
-    ClientLimits,
-    Event,
-    FinishReason,
-    Request,
-    failed_event,
-)
+from .request import NO_CLIENT_LIMITS, ClientLimits, FinishReason, Request, failed_event
 from .request_stream import RequestStream
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
+from .trace import TraceStart
 from .validation import ModelLimits, check_call, check_fits, make_requests, text_options
 
 log = logging.getLogger(__name__)
@@ -129,11 +123,6 @@ class Survival:
     @property
     def journal_state(self) -> JournalState:
         return JournalState.OFF if self.journal is None else self.journal.state
-
-
-# Told of a call's requests when it is accepted; None: it is not sampled. What it returns is told of
-# each of their events.
-TraceStart = Callable[[Sequence[Request]], Callable[[Event], None] | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,12 @@ class Collector(otlp_grpc.TraceServiceServicer):
             self._came.notify_all()
         return otlp.ExportTraceServiceResponse()
 
+    def wait_for(self, is_it):
+        """The first span of which `is_it` is true, when it has come."""
+        with self._came:
+            assert self._came.wait_for(lambda: any(map(is_it, self.spans)), TIMEOUT_S)
+            return next(filter(is_it, self.spans))
+
     def trace_of(self, request_id: str) -> list:
         """The spans of a request's trace, when its root is here; others of it came before."""
         with self._came:
@@ -60,7 +66,7 @@ class Collector(otlp_grpc.TraceServiceServicer):
 
     def _root(self, request_id: str):
         for span in self.spans:
-            if values(span).get("gen_ai.request.id") == request_id:
+            if span.name == "slotwise.generate" and values(span)["gen_ai.request.id"] == request_id:
                 return span
         return None
 
@@ -129,13 +135,14 @@ def test_a_trace_has_the_phases_of_its_request(traced):
     assert root.parent_span_id.hex() == PARENT
     children = [span for span in spans if span is not root]
     assert {span.parent_span_id for span in children} == {root.span_id}
+    phases_of_both = [span for span in children if span.name != "step"]
     told = values(root)
     assert told["gen_ai.response.finish_reasons"] == ["length", "length"]
     assert told["gen_ai.usage.prompt_tokens"] == 3
     assert told["gen_ai.usage.completion_tokens"] == 40
     assert (told["gen_ai.request.n"], told["gen_ai.request.max_tokens"]) == (2, 20)
     for choice in (0, 1):
-        phases = [span for span in children if values(span)["slotwise.choice"] == choice]
+        phases = [span for span in phases_of_both if values(span)["slotwise.choice"] == choice]
         assert [span.name for span in phases] == ["queue", "prefill", "decode"]
         # Each begins where the one before it ends, within the request.
         assert phases[0].start_time_unix_nano == root.start_time_unix_nano
@@ -148,10 +155,73 @@ def test_a_trace_has_the_phases_of_its_request(traced):
             if event.name == "first_token" and values(event)["slotwise.choice"] == choice
         ]
         assert first.time_unix_nano == phases[2].start_time_unix_nano
+    steps = [span for span in children if span.name == "step"]
+    check_steps(root, steps)
+    assert sum(values(span)["slotwise.step.own_tokens"] for span in steps) == 40
+    assert values(steps[0])["slotwise.step.kind"] == "prefill"
+    assert values(steps[-1])["slotwise.step.kind"] == "decode"
     # The clock of the machine; a step of it may be corrected while the server runs.
     slack_ns = 10**9
     assert began_ns - slack_ns <= root.start_time_unix_nano
     assert root.end_time_unix_nano <= ended_ns + slack_ns
+
+
+def check_steps(root, steps) -> None:
+    told = values(root)
+    assert len(steps) + told["slotwise.num_steps_left_out"] == told["slotwise.num_steps"]
+    for step in steps:
+        assert root.start_time_unix_nano <= step.start_time_unix_nano
+        assert step.end_time_unix_nano <= root.end_time_unix_nano
+        took_ns = step.end_time_unix_nano - step.start_time_unix_nano
+        assert 0 < values(step)["slotwise.step.worker_ns"] <= took_ns
+    ids = [
+        (values(step)["slotwise.step.epoch"], values(step)["slotwise.step.id"]) for step in steps
+    ]
+    assert ids == sorted(set(ids))
+
+
+def test_of_many_steps_some_are_left_out(traced):
+    server, collector = traced
+    # A constraint is followed token by token.
+    asked = request("long", max_new_tokens=100, min_new_tokens=100, regex="[a-z]+")
+    assert len(run(server, asked)) == 100
+    spans = collector.trace_of("long")
+    [root] = [span for span in spans if not span.parent_span_id]
+    steps = [span for span in spans if span.name == "step"]
+    check_steps(root, steps)
+    num_steps = values(root)["slotwise.num_steps"]
+    assert num_steps > 32
+    assert len(steps) == 32 + (num_steps - 1) // 32
+
+
+def test_a_prefix_that_is_there_is_an_event(traced):
+    server, collector = traced
+    ids = pb.TokenIds(ids=range(100, 180))
+    for name in ("prefix-1", "prefix-2"):
+        asked = pb.GenerateRequest(request_id=name, token_ids=ids, max_new_tokens=2)
+        run(server, asked)
+    [root] = [span for span in collector.trace_of("prefix-2") if not span.parent_span_id]
+    [prefix] = [event for event in root.events if event.name == "prefix"]
+    num_cached = values(root)["gen_ai.usage.cached_tokens"]
+    assert 0 < num_cached == values(prefix)["slotwise.num_tokens"]
+
+
+def test_a_reader_that_attaches_has_a_span_with_a_link(traced):
+    server, collector = traced
+    asked = request("read-on", max_new_tokens=30, ignore_eos=True, attach_window_ms=60_000)
+    stream = server.stub.Generate(asked, timeout=TIMEOUT_S)
+    next(stream)
+    stream.cancel()
+    trace_id = "c" * 32
+    again = pb.AttachRequest(request_id="read-on")
+    responses = list(server.stub.Attach(again, metadata=traceparent(trace_id), timeout=TIMEOUT_S))
+    assert sum(len(one.delta.token_ids) for one in responses) == 30
+    [call] = [span for span in collector.trace_of("read-on") if span.name == "slotwise.generate"]
+    attach = collector.wait_for(lambda span: span.trace_id.hex() == trace_id)
+    assert attach.name == "slotwise.attach"
+    assert [(link.trace_id, link.span_id) for link in attach.links] == [
+        (call.trace_id, call.span_id)
+    ]
 
 
 def test_who_does_not_sample_is_not_traced(traced):
@@ -186,8 +256,14 @@ def test_a_lost_worker_leaves_a_whole_trace(traced):
             os.kill(server.worker_pids()[0], signal.SIGKILL)
     assert (is_killed, num_tokens) == (True, 400)
     spans = collector.trace_of("survivor")
-    names = sorted(span.name for span in spans)
+    names = sorted(span.name for span in spans if span.name != "step")
     assert names == ["decode", "prefill", "queue", "slotwise.generate"]
+    [root] = [span for span in spans if not span.parent_span_id]
+    check_steps(root, [span for span in spans if span.name == "step"])
+    events = [event.name for event in root.events]
+    lost = events.index("workers_lost")
+    assert events[lost : lost + 2] == ["workers_lost", "recovered"]
+    assert events.count("workers_lost") == 1
 
 
 def test_an_absent_collector_is_told_once_and_met_again(tiny, traced):
