@@ -20,12 +20,13 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
-        text = text.replace("\n", "\\n")
+        text = text.replace("\n", "\\n").replace("\r", "\\r")
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and exception if there is one."""
+    """One JSON object a line: time, level, logger, message, exception if there is one, and what the
+    caller brings by `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = {
@@ -33,6 +34,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)

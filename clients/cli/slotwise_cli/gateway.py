@@ -63,6 +63,14 @@ def gateway(
     no_status_page: Annotated[
         bool, typer.Option("--no-status-page", help="Do not serve the page /status.")
     ] = False,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector of traces: http://host:port \\[off]."),
+    ] = None,
+    trace_sample_ratio: Annotated[
+        float | None,
+        typer.Option(help="Share of requests to trace, where callers do not say \\[1.0]."),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str | None, typer.Option(help="text or json \\[text].")] = None,
     as_json: JsonFlag = False,
@@ -93,6 +101,8 @@ def gateway(
         keep_alive=keep_alive,
         grace=grace,
         no_status_page=no_status_page,
+        otlp_endpoint=otlp_endpoint,
+        trace_sample_ratio=trace_sample_ratio,
         log_level=log_level,
         log_format=log_format,
     )

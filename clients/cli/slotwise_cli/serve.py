@@ -221,6 +221,8 @@ def serve(
         port=http_port,
         no_status_page=no_status_page,
         grace=grace,
+        otlp_endpoint=otlp_endpoint,
+        trace_sample_ratio=trace_sample_ratio,
         log_level=log_level,
         log_format=log_format,
     )

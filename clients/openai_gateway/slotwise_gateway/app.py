@@ -19,13 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slotwise_client import ModelInfo, SlotwiseError, UnauthenticatedError
 
-from .caller import caller_token, request_id
+from .caller import caller_token, request_id, trace_context
 from .config import Config
 from .errors import ApiError, model_not_found, server_error
 from .fields import Route
 from .gateway import Gateway
 from .generation import Generation
 from .metrics import CONTENT_TYPE
+from .outcome import EndLog, Outcome
 from .status_page import StatusPages
 from .upstream import CALL_TIMEOUT_S
 
@@ -72,18 +73,28 @@ def make_app(config: Config, gateway: Gateway | None = None) -> Starlette:
 
 
 class _Front:
-    """Names each request, puts the name on its response, and counts it."""
+    """Names each request, puts the name on its response, counts it, and tells of its end."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
+        self._ends = EndLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         name = request_id(scope)
-        scope.setdefault("state", {})["request_id"] = name
+        outcome = Outcome(name)
+        # Probes ask all the time.
+        is_api = scope["path"].startswith("/v1/")
+        tracer = self._gateway.tracer if is_api else None
+        span = None if tracer is None else tracer.start(scope, name)
+        scope.setdefault("state", {}).update(
+            request_id=name,
+            outcome=outcome,
+            trace=trace_context(scope) if span is None else span.trace,
+        )
         status = NO_RESPONSE
 
         async def send_named(message: Message) -> None:
@@ -97,7 +108,9 @@ class _Front:
         try:
             await self._app(scope, receive, send_named)
         except Exception:
-            log.exception("request %s: a fault of the gateway", name)
+            fault = "a fault of the gateway"
+            log.exception("request %s: %s", name, fault, extra={"fields": {"request_id": name}})
+            outcome.error = fault
             if status != NO_RESPONSE:
                 raise
             told = server_error("a fault of the gateway; its log says more")
@@ -106,6 +119,12 @@ class _Front:
             self._gateway.leave()
             path = getattr(scope.get("route"), "path", "other")
             self._gateway.metrics.count(path, status)
+            method, ids = scope["method"], {}
+            if span is not None:
+                span.end(method, path, status, outcome.error)
+                ids = span.ids
+            level = logging.INFO if is_api else logging.DEBUG
+            self._ends.tell(outcome.fields(method, path, status), ids, level)
 
 
 class _Pages:
@@ -165,10 +184,7 @@ def _json(value: object) -> Response:
 
 async def _tell(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    # Probes ask all the time.
-    level = logging.DEBUG if request.url.path == "/ready" else logging.INFO
-    name = request.state.request_id
-    log.log(level, "request %s: %d: %s", name, error.status, error.message)
+    request.state.outcome.error = error.message
     return _response(error)
 
 

@@ -70,6 +70,10 @@ class Config:
     # More names of the model.
     model_aliases: tuple[str, ...] = ()
     status_page: bool = True
+    # Of an OpenTelemetry collector, over gRPC; "": nothing is traced.
+    otlp_endpoint: str = ""
+    # Share of requests that are traced, of those whose callers do not decide it.
+    trace_sample_ratio: float = 1.0
     log_level: str = "info"
     log_format: str = "text"
     # Readiness as JSON lines on standard output.
@@ -93,17 +97,18 @@ class Config:
         _check_seconds("headers_timeout", self.limits.headers_s, 0.001)
         _check_seconds("keep_alive", self.keep_alive_s, 0.001)
         _check_seconds("grace", self.grace_s, 0.0)
+        _check_tracing(self.otlp_endpoint, self.trace_sample_ratio)
         if (self.https_cert is None) != (self.https_key is None):
-            raise ConfigError("https-cert and https-key go together; give both or none")
+            raise ConfigError("--https-cert and --https-key go together; give both or none")
         if self.token is not None and not self.may_send_tokens:
             raise ConfigError(
-                f"there is a token, and the way to {self.server} is not encrypted; give --tls-ca, or "
-                "--insecure-tokens where the network is trusted"
+                f"there is a token, and the way to {self.server} is not encrypted; give --tls-ca, "
+                "or --insecure-tokens where the network is trusted"
             )
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise ConfigError("the token has characters besides printable ASCII, or is too long")
         if "" in self.model_aliases:
-            raise ConfigError("model-alias is empty; give the name that clients ask for")
+            raise ConfigError("--model-alias is empty; give the name that clients ask for")
 
     @property
     def may_send_tokens(self) -> bool:
@@ -155,6 +160,8 @@ def parse_arguments(
         keep_alive_s=given.keep_alive,
         model_aliases=tuple(given.model_alias),
         status_page=not given.no_status_page,
+        otlp_endpoint=given.otlp_endpoint,
+        trace_sample_ratio=given.trace_sample_ratio,
         log_level=given.log_level,
         log_format=given.log_format,
         events=given.events,
@@ -193,6 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--grace", type=float, default=30.0, help="seconds for running requests after SIGTERM")
     add("--model-alias", action="append", default=[], help="another name of the model")
     add("--no-status-page", action="store_true", help="do not serve /status")
+    endpoint = "OpenTelemetry collector of traces, over gRPC: http://host:port; default: none"
+    add("--otlp-endpoint", default="", help=endpoint)
+    ratio = "share of requests that are traced, where the caller does not say"
+    add("--trace-sample-ratio", type=float, default=1.0, help=ratio)
     add("--log-level", choices=LOG_LEVELS, default="info")
     add("--log-format", choices=LOG_FORMATS, default="text")
     add("--events", action="store_true", help="readiness as JSON lines on standard output")
@@ -202,6 +213,15 @@ def _parser() -> argparse.ArgumentParser:
 def _tls(given: argparse.Namespace) -> TlsOptions | None:
     options = TlsOptions(given.tls_ca, given.tls_cert, given.tls_key, given.tls_server_name)
     return options if given.tls or options != TlsOptions() else None
+
+
+def _check_tracing(endpoint: str, ratio: float) -> None:
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-endpoint is {endpoint!r}; http://host:port or https://host:port is accepted"
+        )
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"--trace-sample-ratio is {ratio}; 0 to 1 is accepted")
 
 
 def _check_range(name: str, value: int, least: int, most: int) -> None:

@@ -23,11 +23,16 @@ MAX_PIPELINED: Final = 8
 LINGER_S: Final = 2.0
 
 
-def connection_class(limits: Limits) -> type[HttpToolsProtocol]:
-    """For `http` of uvicorn's settings."""
+def connection_class(
+    limits: Limits, count: Callable[[int], None] = lambda status: None
+) -> type[HttpToolsProtocol]:
+    """For `http` of uvicorn's settings. `count` is told the status of each refusal."""
 
     class LimitedConnection(Connection):
         LIMITS = limits
+
+        def _count(self, status: int) -> None:
+            count(status)
 
     return LimitedConnection
 
@@ -151,6 +156,7 @@ class Connection(HttpToolsProtocol):
             return
         body = error.body()
         status = HTTPStatus(error.status)
+        self._count(status)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -163,6 +169,9 @@ class Connection(HttpToolsProtocol):
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         self._linger()
+
+    def _count(self, status: int) -> None:
+        """A request was refused before it was one."""
 
     def _linger(self) -> None:
         """Closes after the client has had time to read."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from .body import Room
-from .config import Config
+from .config import Config, ConfigError
 from .errors import ApiError, unavailable
 from .metrics import Metrics
 from .run import Run
 from .upstream import Upstream
+
+if TYPE_CHECKING:
+    # OpenTelemetry is optional.
+    from .tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +24,9 @@ class Gateway:
     """One process's state."""
 
     def __init__(self, config: Config) -> None:
+        """ConfigError where what traces need is not installed."""
         self.config = config
+        self.tracer = _tracer(config)
         self.metrics = Metrics()
         self.room = Room(config.limits.max_bodies_bytes)
         self._upstream: Upstream | None = None
@@ -43,6 +50,8 @@ class Gateway:
         """Ends what still runs."""
         self.end_runs()
         await self.upstream.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     async def check_ready(self) -> None:
         """ApiError unless a new request is served now."""
@@ -89,6 +98,20 @@ class Gateway:
             log.warning("%d requests did not end in time", len(self._runs))
         for run in list(self._runs):
             run.end(unavailable("the gateway shuts down; the answer is not whole"))
+
+
+def _tracer(config: Config) -> Tracer | None:
+    """None where no collector is named."""
+    if not config.otlp_endpoint:
+        return None
+    try:
+        from .tracing import Tracer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--otlp-endpoint needs {error.name}, which is not installed: "
+            "pip install 'slotwise[trace]'"
+        ) from error
+    return Tracer(config.otlp_endpoint, config.trace_sample_ratio)
 
 
 def draining() -> ApiError:

@@ -23,7 +23,7 @@ from slotwise_client import (
 
 from .answer import Envelope, Stream, Whole
 from .body import ClientGoneError, read_json
-from .caller import caller_token
+from .caller import TraceContext, caller_token
 from .chat import read_chat
 from .chat_answer import ChatStream, ChatWhole
 from .completion_answer import CompletionStream, CompletionWhole, Echo
@@ -33,6 +33,7 @@ from .errors import ApiError, model_not_found, server_error
 from .fields import Route
 from .gateway import Gateway
 from .job import Job
+from .outcome import Outcome
 from .run import Run
 
 COMMENT: Final = b": waiting\n\n"
@@ -55,26 +56,30 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ApiError while nothing was sent."""
-        request_id = scope["state"]["request_id"]
+        outcome: Outcome = scope["state"]["outcome"]
+        request_id = outcome.request_id
         gateway = self._gateway
         with contextlib.suppress(ClientGoneError), gateway.room.share() as take:
             body = await read_json(scope, receive, gateway.config.limits, take)
             await gateway.check_ready()
             client = gateway.upstream.client(caller_token(scope))
+            trace: TraceContext | None = scope["state"]["trace"]
+            if trace is not None:
+                client = client.with_trace(trace.traceparent, trace.tracestate)
             try:
                 info = await gateway.upstream.model(client)
             except SlotwiseError as error:
                 raise gateway.upstream.error(error) from error
             job = await self._job(body, info)
             run = Run(gateway.upstream, client, job, request_id)
-            log.info(
-                "request %s: %s, %d prompts%s",
-                request_id,
-                self._route.value,
-                len(job.prompts),
-                f", user {job.user!r}" if job.user else "",
-            )
-            await self._serve(run, job, self._envelope(request_id, info), receive, send)
+            outcome.user, outcome.num_prompts = job.user, len(job.prompts)
+            try:
+                await self._serve(
+                    run, job, self._envelope(request_id, info), outcome, receive, send
+                )
+            finally:
+                if run.error is not None:
+                    outcome.error = run.error.message
 
     async def _job(self, body: dict[str, Any], info: ModelInfo) -> Job:
         model = body.get("model")
@@ -95,7 +100,13 @@ class Generation:
         )
 
     async def _serve(
-        self, run: Run, job: Job, envelope: Envelope, receive: Receive, send: Send
+        self,
+        run: Run,
+        job: Job,
+        envelope: Envelope,
+        outcome: Outcome,
+        receive: Receive,
+        send: Send,
     ) -> None:
         gateway = self._gateway
         gateway.add(run)
@@ -103,11 +114,11 @@ class Generation:
         try:
             echoes = await run.echoes() if job.looks.echo else []
             if job.looks.streams:
-                await self._stream(
-                    run, self._stream_of(job, envelope, run.request_id, echoes), send
-                )
+                stream = self._stream_of(job, envelope, run.request_id, echoes)
+                await self._stream(run, stream, outcome, send)
             else:
-                await _answer(run, self._whole_of(job, envelope, run.request_id, echoes), send)
+                whole = self._whole_of(job, envelope, run.request_id, echoes)
+                await _answer(run, whole, outcome, send)
         finally:
             watch.cancel()
             gateway.drop(run)
@@ -126,7 +137,7 @@ class Generation:
             return ChatWhole(job, envelope, request_id)
         return CompletionWhole(job, envelope, echoes)
 
-    async def _stream(self, run: Run, stream: Stream, send: Send) -> None:
+    async def _stream(self, run: Run, stream: Stream, outcome: Outcome, send: Send) -> None:
         events = run.events()
         async with contextlib.aclosing(events):
             # Refusals come before the first event: they have a status of their own.
@@ -135,7 +146,7 @@ class Generation:
             if first is None:
                 _raise_why(run)
                 return
-            writer = _Writer(send, run, self._gateway.config)
+            writer = _Writer(send, run, outcome, self._gateway.config)
             self._gateway.metrics.add_streams(1)
             try:
                 await writer.write_all(stream, first, events)
@@ -146,9 +157,10 @@ class Generation:
 class _Writer:
     """Sends the events of one answer."""
 
-    def __init__(self, send: Send, run: Run, config: Config) -> None:
+    def __init__(self, send: Send, run: Run, outcome: Outcome, config: Config) -> None:
         self._send = send
         self._run = run
+        self._outcome = outcome
         self._keep_alive_s = config.keep_alive_s
         self._write_s = config.limits.body_s
         # When the last write began, and whether it waits for the reader.
@@ -180,8 +192,10 @@ class _Writer:
     ) -> None:
         last = b""
         try:
+            self._outcome.note(first[1])
             await self._write(_written(stream, *first))
             async for number, event in events:
+                self._outcome.note(event)
                 # Nearly all are.
                 if type(event) is Delta:
                     written = stream.delta(number, event)
@@ -193,10 +207,14 @@ class _Writer:
             if not self._run.is_over:
                 last = stream.end()
         except ApiError as error:
-            log.warning("request %s: %s", self._run.request_id, error.message)
+            self._outcome.error = error.message
+            log.warning("request %s: %s", self._run.request_id, error.message, extra=self._extra())
             last = error.event()
         except Exception:
-            log.exception("request %s: a fault of the gateway", self._run.request_id)
+            self._outcome.error = "a fault of the gateway"
+            log.exception(
+                "request %s: a fault of the gateway", self._run.request_id, extra=self._extra()
+            )
             last = server_error("a fault of the gateway; its log says more").event()
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -204,6 +222,9 @@ class _Writer:
         self._wrote_at, self._is_writing = time.monotonic(), True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._is_writing = False
+
+    def _extra(self) -> dict[str, object]:
+        return {"fields": {"request_id": self._run.request_id}}
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
         """Comments while there is nothing to tell; the end of who does not read."""
@@ -218,16 +239,22 @@ class _Writer:
                 except TimeoutError:
                     stands_still = True
             if stands_still:
-                log.warning("request %s: its reader stands still", self._run.request_id)
+                self._outcome.error = "its reader stands still"
+                log.warning(
+                    "request %s: its reader stands still",
+                    self._run.request_id,
+                    extra=self._extra(),
+                )
                 self._run.end()
                 task.cancel()
                 return
 
 
-async def _answer(run: Run, whole: Whole, send: Send) -> None:
+async def _answer(run: Run, whole: Whole, outcome: Outcome, send: Send) -> None:
     async with contextlib.aclosing(run.events()) as events:
         async for number, event in events:
             run.is_accepted = True
+            outcome.note(event)
             _gather(whole, number, event)
     _raise_why(run)
     if run.is_over:

@@ -27,7 +27,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and exception if there is one."""
+    """One JSON object a line: time, level, logger, message, exception if there is one, and what the
+    caller brings by `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = {
@@ -35,6 +36,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)

@@ -23,6 +23,10 @@ class Metrics:
         """A response has ended."""
         self._responses[route, status] += 1
 
+    def count_refusal(self, status: int) -> None:
+        """Of a connection: what came was no request, or there was no room for one."""
+        self._responses["connection", status] += 1
+
     def add_streams(self, number: int) -> None:
         """So many more are open."""
         self._num_streams += number

@@ -76,7 +76,7 @@ class Process:
         try:
             settings = uvicorn.Config(
                 make_app(config, self._gateway),
-                http=connection_class(config.limits),
+                http=connection_class(config.limits, self._gateway.metrics.count_refusal),
                 loop="none",
                 ws="none",
                 lifespan="on",
@@ -94,7 +94,7 @@ class Process:
             settings.load()
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"https-cert {config.https_cert} with https-key {config.https_key} cannot be "
+                f"--https-cert {config.https_cert} with --https-key {config.https_key} cannot be "
                 f"used: {error}"
             ) from error
         return _Server(settings)

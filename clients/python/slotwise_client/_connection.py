@@ -2,6 +2,7 @@
 
 import copy
 import ipaddress
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ ATTACH_WINDOW_MS: Final = 30_000
 # Of a call: requests of one key go to one replica, as long as it is there. The server ignores it.
 ROUTING_KEY: Final = "slotwise-routing-key"
 MAX_ROUTING_KEY_CHARS: Final = 256
+# W3C Trace Context, as HTTP has it too.
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACESTATE: Final = re.compile(r"[\x20-\x7e]{1,2048}")
 # For how long the end of a stream waits until the server knows of it.
 CANCEL_TIMEOUT_S: Final = 1.0
 
@@ -98,6 +102,7 @@ class Connection:
         self.life = _Life()
         options = TlsOptions() if tls is True else tls or None
         self._may_send_tokens = options is not None or insecure_token or _is_local(target)
+        self._trace: tuple[tuple[str, str], ...] = ()
         self.metadata = self._metadata(token)
         self.credentials = options and options.credentials()
         self.options = (*CHANNEL_OPTIONS, *(options.channel_options if options else ()))
@@ -105,7 +110,15 @@ class Connection:
     def with_token(self, token: str | None) -> "Connection":
         """The same one for another caller. ValueError as above."""
         other = copy.copy(self)
-        other.metadata = self._metadata(token)
+        other.metadata = self._metadata(token) + self._trace
+        return other
+
+    def with_trace(self, traceparent: str, tracestate: str | None) -> "Connection":
+        """The same one, for calls of a trace. ValueError for what is no W3C Trace Context."""
+        other = copy.copy(self)
+        other._trace = _trace(traceparent, tracestate)
+        own = tuple(pair for pair in self.metadata if pair not in self._trace)
+        other.metadata = own + other._trace
         return other
 
     def metadata_for(self, routing_key: str | None) -> tuple[tuple[str, str], ...]:
@@ -130,6 +143,16 @@ def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
         # The token itself is never shown.
         raise ValueError("the token is empty, or has characters besides printable ASCII")
     return (("authorization", f"Bearer {token}"),)
+
+
+def _trace(traceparent: str, tracestate: str | None) -> tuple[tuple[str, str], ...]:
+    if not _TRACEPARENT.fullmatch(traceparent):
+        raise ValueError(f"traceparent is {traceparent[:80]!r}; 00-TRACE-SPAN-FLAGS in hex is one")
+    if tracestate is None:
+        return (("traceparent", traceparent),)
+    if not _TRACESTATE.fullmatch(tracestate):
+        raise ValueError("tracestate has characters besides printable ASCII, or is too long")
+    return (("traceparent", traceparent), ("tracestate", tracestate))
 
 
 def _is_local(target: str) -> bool:

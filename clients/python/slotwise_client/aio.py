@@ -217,6 +217,14 @@ class AsyncClient:
         other._connection = self._connection.with_token(token)
         return other
 
+    def with_trace(self, traceparent: str, tracestate: str | None = None) -> "AsyncClient":
+        """The same connection, for calls that belong to a trace: a server that traces adds its
+        spans to it. Closing either closes both. ValueError for what is no W3C Trace Context.
+        """
+        other = copy.copy(self)
+        other._connection = self._connection.with_trace(traceparent, tracestate)
+        return other
+
     def generate(
         self,
         prompt: Prompt,

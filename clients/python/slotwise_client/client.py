@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import functools
 import queue
 import threading
@@ -268,6 +269,14 @@ class Client:
             self._channel = grpc.secure_channel(target, connection.credentials, connection.options)
         self._streams: weakref.WeakSet[Stream[Any]] = weakref.WeakSet()
         self._ender = _Ender(self._channel, connection, self._streams)
+
+    def with_trace(self, traceparent: str, tracestate: str | None = None) -> "Client":
+        """The same connection, for calls that belong to a trace: a server that traces adds its
+        spans to it. Closing either closes both. ValueError for what is no W3C Trace Context.
+        """
+        other = copy.copy(self)
+        other._connection = self._connection.with_trace(traceparent, tracestate)
+        return other
 
     def generate(
         self,

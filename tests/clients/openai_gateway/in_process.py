@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
@@ -16,11 +16,13 @@ from slotwise_gateway.gateway import Gateway
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any, config: Config) -> AsyncIterator[tuple[str, int]]:
+async def served(
+    app: Any, config: Config, count: Callable[[int], None] = lambda status: None
+) -> AsyncIterator[tuple[str, int]]:
     """Any application behind the gateway's own connections."""
     settings = uvicorn.Config(
         app,
-        http=connection_class(config.limits),
+        http=connection_class(config.limits, count),
         loop="none",
         ws="none",
         lifespan="on",
@@ -45,7 +47,8 @@ async def gateway_for(server: str, **settings: Any) -> AsyncIterator[tuple[Gatew
     """The gateway's parts, and the address of its port."""
     config = Config(server=server, **settings)
     gateway = Gateway(config)
-    async with served(make_app(config, gateway), config) as address:
+    count = gateway.metrics.count_refusal
+    async with served(make_app(config, gateway), config, count) as address:
         async with asyncio.timeout(30):
             await gateway.upstream._is_known.wait()
         yield gateway, address
