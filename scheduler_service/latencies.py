@@ -66,6 +66,7 @@ class Latencies:
     request_queue_time: Histogram = field(default_factory=_of_requests)
     request_prefill_time: Histogram = field(default_factory=_of_requests)
     request_decode_time: Histogram = field(default_factory=_of_requests)
+    request_inference_time: Histogram = field(default_factory=_of_requests)
 
     def note_tokens(self, request: Request, events: Sequence[TokenEvent], now_ns: int) -> None:
         """These are told now, in one; the request's own times are still those of before."""
@@ -87,6 +88,7 @@ class Latencies:
             return
         self.request_prefill_time.observe(end.prefill_ns)
         self.request_decode_time.observe(end.decode_ns)
+        self.request_inference_time.observe(end.prefill_ns + end.decode_ns)
         self.e2e_request_latency.observe(e2e_ns)
         if end.num_generated_tokens > 1:
             self.time_per_output_token.observe(end.decode_ns // (end.num_generated_tokens - 1))

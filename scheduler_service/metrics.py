@@ -43,6 +43,10 @@ _LATENCIES = {
         "request_decode_time_seconds",
         "From the first token to the last.",
     ),
+    "request_inference_time": (
+        "request_inference_time_seconds",
+        "From a slot to the last token.",
+    ),
 }
 _SIZES = {
     "request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request."),

@@ -67,6 +67,8 @@ def test_requests_through_the_scheduler():
     assert sum(latencies.time_per_output_token.counts) == 1
     assert latencies.request_queue_time.sum == a.queue_ns + b.queue_ns > 0
     assert latencies.request_prefill_time.sum == a.prefill_ns + b.prefill_ns
+    in_slots = a.prefill_ns + a.decode_ns + b.prefill_ns
+    assert latencies.request_inference_time.sum == in_slots > 0
     parts = (latencies.request_queue_time, latencies.request_prefill_time)
     assert latencies.e2e_request_latency.sum == a.decode_ns + sum(part.sum for part in parts)
     assert (sizes.request_prompt_tokens.sum, sizes.request_generation_tokens.sum) == (5, 4)

@@ -188,6 +188,7 @@ def test_histograms():
         "request_queue_time_seconds",
         "request_prefill_time_seconds",
         "request_decode_time_seconds",
+        "request_inference_time_seconds",
         "request_generation_tokens",
         "iteration_tokens_total",
     ):

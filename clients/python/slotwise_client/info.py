@@ -212,6 +212,7 @@ class Latencies:
     request_queue_time: Histogram
     request_prefill_time: Histogram
     request_decode_time: Histogram
+    request_inference_time: Histogram
 
 
 @dataclass(frozen=True, slots=True)

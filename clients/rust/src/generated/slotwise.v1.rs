@@ -645,6 +645,8 @@ pub struct Latencies {
     pub request_prefill_time: ::core::option::Option<Histogram>,
     #[prost(message, optional, tag="7")]
     pub request_decode_time: ::core::option::Option<Histogram>,
+    #[prost(message, optional, tag="8")]
+    pub request_inference_time: ::core::option::Option<Histogram>,
 }
 #[allow(clippy::derive_partial_eq_without_eq)]
 #[derive(Clone, PartialEq, ::prost::Message)]
