@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from .errors import (
     UnknownRequestError,
 )
 from .journal import Journal
+from .logs import words
 from .record import AnswerLog, CallRecord
 from .request import (
     Event,
@@ -40,6 +42,8 @@ DEADLINE_SLACK_NS = 100_000_000
 # Ids of which it is still known that there was a call.
 _MAX_EXPIRED = 1 << 14
 _FAILURES = (FinishReason.DEADLINE, FinishReason.ERROR)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -208,6 +212,7 @@ class Calls:
         if self._journal is not None and not self._goes_on(event):
             self._journal.add(call.call_id, call.choices[event.request_id], event)
         if isinstance(event, FinishedEvent) and call.has_ended:
+            _tell_end(call)
             self._keep(call)
 
     def _goes_on(self, event: Event) -> bool:
@@ -375,6 +380,29 @@ class Generation:
         if deadline_ns is None or self._is_attached:
             return False
         return self._engine.now_ns() >= deadline_ns - DEADLINE_SLACK_NS
+
+
+def _tell_end(call: Call) -> None:
+    """One line for the log. Nothing of the prompt or of the answers."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    ends = [log.end for log in call.logs() if log.end is not None]
+    first = ends[0]
+    fields: dict[str, object] = {
+        "request_id": call.call_id,
+        "finish_reason": ",".join(end.reason.value for end in ends),
+        "prompt_tokens": first.num_prompt_tokens,
+        "completion_tokens": sum(end.num_generated_tokens for end in ends),
+        "cached_tokens": first.num_cached_tokens,
+        # Of the first answer.
+        "queue_ms": round(first.queue_ns / 1e6, 1),
+        "prefill_ms": round(first.prefill_ns / 1e6, 1),
+        "decode_ms": round(first.decode_ns / 1e6, 1),
+    }
+    if statuses := {end.status for end in ends if end.status}:
+        fields["status"] = ",".join(sorted(statuses))
+    ids = {} if call.trace is None else call.trace.ids
+    _log.info("ended: %s", words(fields), extra={"fields": {**fields, **ids}})
 
 
 def _parts(event: Event) -> Iterator[Event]:

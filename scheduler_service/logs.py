@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 
@@ -39,6 +40,16 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
         return json.dumps(values, ensure_ascii=False)
+
+
+def words(fields: Mapping[str, object]) -> str:
+    """`a=1 b='two words'`: what is a name or a value is never in doubt."""
+    return " ".join(f"{name}={_word(value)}" for name, value in fields.items())
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    return repr(text) if not text or set(text) & set(" ='\"") else text
 
 
 def _time(record: logging.LogRecord) -> str:

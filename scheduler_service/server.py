@@ -296,6 +296,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise
         except SlotwiseError as error:
             code, message, metadata = to_status(error)
+            # Its message may quote what was asked; and a flood of these must not fill a disk.
+            log.debug("a call is refused: %s", code.name)
         except Exception:
             log.exception("a call failed by a fault of the server")
             code, metadata = grpc.StatusCode.INTERNAL, ()

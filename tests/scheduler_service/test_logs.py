@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 
-from scheduler_service.logs import JsonFormatter, TextFormatter
+from scheduler_service.logs import JsonFormatter, TextFormatter, words
 
 
 def record(message: str, failed: bool = False) -> logging.LogRecord:
@@ -36,3 +36,20 @@ def test_a_json_line():
         "logger": "part",
         "message": "one\n\u00e9",
     }
+
+
+def test_fields_of_a_json_line():
+    made = record("x")
+    made.fields = {"request_id": "a\nb", "tokens": 3}
+    values = json.loads(JsonFormatter().format(made))
+    assert (values["request_id"], values["tokens"]) == ("a\nb", 3)
+
+
+def test_words_cannot_be_taken_for_others():
+    assert words({"a": 1, "b": "x y=2", "c": "", "d": "é"}) == "a=1 b='x y=2' c='' d=é"
+
+
+def test_no_word_begins_a_line():
+    line = TextFormatter().format(record(words({"id": "a\r\nINFO b"})))
+    assert "\n" not in line
+    assert "\r" not in line

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import sys
+import time
 
 import pytest
 from clients.gateways import make_chat_checkpoint, running_gateway
@@ -75,9 +76,20 @@ def line_of(process, request_id: str) -> dict:
     return found
 
 
+def scheduler_line(server, request_id: str) -> dict:
+    ends = time.monotonic() + TIMEOUT_S
+    while True:
+        lines = [json.loads(line) for line in server.log if "ended: " in line]
+        for line in lines:
+            if line["request_id"] == request_id:
+                return line
+        assert time.monotonic() < ends, "".join(server.log)
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_one_trace_from_the_caller_to_the_steps(served, traced, streams):
-    _, collector, _ = served
+    server, collector, _ = served
     trace_id, name = f"{1 + streams:032x}", f"whole-{streams}"
     headers = {"traceparent": f"00-{trace_id}-{PARENT}-01", "tracestate": STATE}
     status, _, _ = post(traced, asked(stream=streams), x_request_id=name, **headers)
@@ -102,7 +114,10 @@ def test_one_trace_from_the_caller_to_the_steps(served, traced, streams):
     assert (line["status"], line["finish_reason"]) == (200, "length")
     assert line["completion_tokens"] == 5
     assert 0 < line["ttft_ms"] <= line["duration_ms"]
-    assert SECRET not in "".join(traced.log)
+    theirs = scheduler_line(server, name)
+    assert (theirs["trace_id"], theirs["span_id"]) == (trace_id, call.span_id.hex())
+    assert (theirs["finish_reason"], theirs["completion_tokens"]) == ("length", 5)
+    assert SECRET not in "".join([*traced.log, *server.log])
 
 
 def test_a_caller_that_does_not_sample_is_not_traced(served, traced):
