@@ -4,7 +4,15 @@ import json
 import logging
 import sys
 
+import pytest
+
+from scheduler_service import logs as scheduler_logs
 from scheduler_service.logs import JsonFormatter, TextFormatter, words
+from slotwise_gateway import logs as gateway_logs
+
+# Each ends a line for some reader, or begins a command to a terminal.
+CONTROLS = "\n\r\x0b\x0c\x1b\x7f\x85\u2028\u2029"
+FORGED = f"a{CONTROLS}2026-01-31T12:00:00.000Z ERROR part: all is lost"
 
 
 def record(message: str, failed: bool = False) -> logging.LogRecord:
@@ -53,3 +61,30 @@ def test_no_word_begins_a_line():
     line = TextFormatter().format(record(words({"id": "a\r\nINFO b"})))
     assert "\n" not in line
     assert "\r" not in line
+
+
+@pytest.mark.parametrize("logs", [scheduler_logs, gateway_logs])
+def test_what_a_caller_sends_forges_no_line(logs):
+    made = record(FORGED)
+    made.fields = {"request_id": FORGED, "level": "error", "message": "another"}
+    text = logs.TextFormatter().format(made)
+    line = logs.JsonFormatter().format(made)
+    for one in (text, line):
+        assert len(one.splitlines()) == 1
+        assert not set(CONTROLS) & set(one)
+    values = json.loads(line)
+    assert values["message"] == values["request_id"] == FORGED
+    assert values["level"] == "warning"
+
+
+@pytest.mark.parametrize("logs", [scheduler_logs, gateway_logs])
+def test_the_words_of_an_exception_forge_no_line(logs):
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        made = logging.LogRecord("part", logging.ERROR, "file", 1, "x", None, sys.exc_info())
+    first, *others = logs.TextFormatter().format(made).splitlines()
+    assert first.endswith("ERROR part: x")
+    assert others
+    assert all(line.startswith("  ") for line in others)
+    assert json.loads(logs.JsonFormatter().format(made))["exception"].endswith("all is lost")

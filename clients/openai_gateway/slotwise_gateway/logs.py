@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
+from typing import Final
+
+# What ends a line for some reader of it, or moves a terminal's cursor.
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure_logging(level: str, form: str) -> None:
@@ -18,12 +23,16 @@ def configure_logging(level: str, form: str) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z INFO slotwise_gateway.app: message`, newlines made visible."""
+    """`2026-01-31T12:00:00.000Z INFO slotwise_gateway.app: message`.
+
+    Control characters are made visible; the lines of a traceback follow, and only they begin with
+    a space.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         text = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
-        text = text.replace("\n", "\\n").replace("\r", "\\r")
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        lines = self.formatException(record.exc_info).split("\n") if record.exc_info else ()
+        return "\n  ".join(_CONTROL.sub(_visible, line) for line in (text, *lines))
 
 
 class JsonFormatter(logging.Formatter):
@@ -31,16 +40,22 @@ class JsonFormatter(logging.Formatter):
     caller brings by `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        values = {
+        own = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "fields", {}),
         }
+        # Ours come first, and stay ours.
+        values = {**own, **getattr(record, "fields", {}), **own}
         if record.exc_info:
             values["exception"] = self.formatException(record.exc_info)
-        return json.dumps(values, ensure_ascii=False)
+        text = json.dumps(values, ensure_ascii=False)
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _visible(found: re.Match[str]) -> str:
+    return repr(found[0])[1:-1]
 
 
 def _time(record: logging.LogRecord) -> str:
