@@ -28,7 +28,7 @@ from .trace import Trace, TraceStart
 _STOP_S = 1.0
 _EXPORT_S = 5.0
 # Of a request's steps: so many from its beginning have a span, and then each so-manieth.
-_MAX_FIRST_STEPS = 32
+_MAX_FIRST_STEPS = 16
 _EACH_STEP = 32
 _FAILURES = (FinishReason.DEADLINE, FinishReason.ERROR)
 

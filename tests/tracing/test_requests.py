@@ -123,7 +123,7 @@ def test_of_many_steps_some_are_left_out(traced):
     check_steps(root, steps)
     num_steps = values(root)["slotwise.num_steps"]
     assert num_steps > 32
-    assert len(steps) == 32 + (num_steps - 1) // 32
+    assert len(steps) == 16 + (num_steps - 1) // 32
 
 
 def test_a_prefix_that_is_there_is_an_event(traced):
