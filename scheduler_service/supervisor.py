@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,6 +37,8 @@ _EXIT_STUCK = 75
 _WORKER_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # A line that a worker logged: the time (ours is the same), the level, the rest.
 _LOG_LINE = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+# What such a line as JSON tells besides.
+_WORKER_FIELDS = ("rank", "epoch")
 
 _FOLDER_PREFIX = "slotwise-"
 _SOCKET_NAME = re.compile(r"worker-\d+\.sock")
@@ -69,6 +72,7 @@ def worker_command(model_dir: str, world_size: int, num_threads: int, device: st
             *("--listen", address),
             *("--model", model_dir),
             *("--threads", str(threads)),
+            *("--log-format", "json"),
             *devices[device],
             # By our id: the imports of a worker take seconds, and we may be gone by then.
             *("--exit-with-parent", str(os.getpid())),
@@ -81,6 +85,39 @@ def standby_command() -> Sequence[str]:
     """A worker that loads its libraries and waits on standard input for the words of
     `worker_command` behind the program."""
     return [*_PROGRAM, "--standby", "--exit-with-parent", str(os.getpid())]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A line of a worker's output. `level` None: it is no log line. `lines`: itself, and those of
+    its traceback."""
+
+    lines: Sequence[str]
+    level: int | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def words(self) -> Sequence[str]:
+        """For the message of a lost worker; a logger's name is not to begin a line as _REFUSAL."""
+        if self.level is None:
+            return self.lines
+        return [f"{logging.getLevelName(self.level)} {self.lines[0]}", *self.lines[1:]]
+
+
+def _read(text: str) -> _Said:
+    """A log line as JSON or as text, or something that a library has said."""
+    levels = logging.getLevelNamesMapping()
+    if match := _LOG_LINE.fullmatch(text):
+        return _Said([match[2]], levels[match[1]])
+    try:
+        values = json.loads(text) if text.startswith("{") else {}
+        level = levels[values["level"].upper()]
+        first = f"{values['logger']}: {values['message']}"
+        traceback = values.get("exception", "").splitlines()
+    except (ValueError, KeyError, AttributeError):
+        return _Said([text])
+    fields = {name: values[name] for name in _WORKER_FIELDS if name in values}
+    return _Said([first, *traceback], level, fields)
 
 
 class _WorkerProcess:
@@ -157,12 +194,13 @@ class _WorkerProcess:
                 continue
             if not line:
                 break
-            text = line.decode(errors="replace").rstrip()
-            self._last_lines.append(text)
-            # Lines without a level, as those of a traceback, belong to the one before.
-            if match := _LOG_LINE.fullmatch(text):
-                level, text = logging.getLevelNamesMapping()[match[1]], match[2]
-            _worker_log.log(level, "%s: %s", self._name, text)
+            said = _read(line.decode(errors="replace").rstrip())
+            self._last_lines.extend(said.words)
+            # Lines without a level, as those of a library, belong to the one before.
+            level = level if said.level is None else said.level
+            fields = {"rank": self.rank, **said.fields} if self.rank != _STANDBY else said.fields
+            for text in said.lines:
+                _worker_log.log(level, "%s: %s", self._name, text, extra={"fields": fields})
         code = await self._process.wait()
         if not self._is_ending:
             _log.error("%s: %s", self._name, _ended_by(code))

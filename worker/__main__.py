@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 # Read when gRPC and torch are imported: their own logs tell of every stream and wait that ends.
@@ -30,6 +29,7 @@ import uvloop
 from worker import bench, bench_kernels, device
 from worker.config import GRACE_S, TlsFiles, WorkerConfig
 from worker.errors import WorkerError
+from worker.logs import FORMS, configure_logging
 from worker.rank import Rank
 from worker.server import start_server
 
@@ -104,6 +104,7 @@ def _parse(arguments: list[str]) -> WorkerConfig:
         default=GRACE_S,
         help="seconds that the scheduler gets after SIGTERM to end its stream",
     )
+    parser.add_argument("--log-format", choices=FORMS, default="text", help="form of log lines")
     parser.add_argument("--tls-cert", type=Path, help="certificate chain of a TCP port, in PEM")
     parser.add_argument("--tls-key", type=Path, help="its key, in PEM")
     parser.add_argument(
@@ -118,6 +119,7 @@ def _parse(arguments: list[str]) -> WorkerConfig:
         parent_pid=parsed.exit_with_parent,
         grace_s=parsed.grace,
         tls=_tls_files(parsed),
+        log_format=parsed.log_format,
     )
 
 
@@ -133,6 +135,7 @@ async def _serve(config: WorkerConfig) -> None:
     """Serves until a signal, and then for the grace while a stream is open."""
     stop = _stop_signal(config.parent_pid is not None)
     rank = Rank(config.model_dir, config.num_threads, config.device)
+    configure_logging(config.log_format, lambda: rank.place)
     server, servicer, address = await start_server(config.listen, rank, _exit_stuck, tls=config.tls)
     _LOG.info("listening on %s", address)
     if config.is_exposed:
@@ -176,21 +179,8 @@ def _exit_stuck(message: str) -> None:
     os._exit(_EXIT_STUCK)
 
 
-def _is_no_cancel(record: logging.LogRecord) -> bool:
-    """gRPC logs a call that its caller, or our stop, cancelled as an error; it is none."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
 if __name__ == "__main__":
-    # As the scheduler's lines; it reads the level off them when it has spawned this process.
-    logging.Formatter.converter = time.gmtime
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancel)
+    configure_logging("text")
     # Torch only adds and copies here; the native library has its own threads.
     torch.set_num_threads(1)
     sys.exit(main(sys.argv[1:]))

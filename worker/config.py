@@ -51,6 +51,7 @@ class WorkerConfig:
     grace_s: float = GRACE_S
     # None: plain TCP. A Unix socket has none.
     tls: TlsFiles | None = None
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):

@@ -20,6 +20,7 @@ from worker.decoder import Decoder
 from worker.device import Device, Pace, open_device
 from worker.errors import MemoryPlanError, ProtocolError, SetupCancelledError, SetupError
 from worker.executor import Executor
+from worker.logs import Place
 from worker.memory_plan import (
     DTYPE_BYTES,
     MemoryPlan,
@@ -108,11 +109,14 @@ class Rank:
         self._loaded: _Loaded | None = None
         self._executor: Executor | None = None
         self._group: Group | None = None
+        # As of the last Configure, for log lines.
+        self.place: Place = None
 
     def configure(
         self, setup: RankSetup, progress: StageProgress, cancelled: Callable[[], bool]
     ) -> RankInfo:
         """Loads, joins the group, tests itself. Raises SetupError or SetupCancelledError."""
+        self.place = setup.rank, setup.epoch
         try:
             return self._configure(setup, progress, cancelled)
         except torch.OutOfMemoryError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import stat
@@ -171,6 +172,32 @@ async def test_a_log_line_of_a_worker_keeps_its_level_and_not_its_time(caplog):
         ("ERROR", "worker 0: Traceback (most recent call last):"),
         ("WARNING", "worker 0: worker.rank: not read: a"),
     ]
+
+
+async def test_a_log_line_as_json_keeps_its_fields(caplog):
+    caplog.set_level("INFO")
+    own = {"time": "2026-01-31T12:00:00.000Z", "logger": "worker", "rank": 0, "epoch": 7}
+    said = [
+        json.dumps({**own, "level": "info", "message": "starting"}),
+        json.dumps({**own, "level": "error", "message": "a bug", "exception": "Trace\n  why"}),
+        # No log lines, and passed on as they are.
+        '{"level": "loud", "logger": "x", "message": "y"}',
+        '{"level": 3}',
+        "{a library",
+    ]
+    error = await until_exit(Supervisor(1, python_command(f"print({chr(10).join(said)!r})")))
+    records = [record for record in caplog.records if record.name == "slotwise.worker"]
+    assert [(record.levelname, record.message) for record in records] == [
+        ("INFO", "worker 0: worker: starting"),
+        ("ERROR", "worker 0: worker: a bug"),
+        ("ERROR", "worker 0: Trace"),
+        ("ERROR", "worker 0:   why"),
+        *(("ERROR", f"worker 0: {line}") for line in said[2:]),
+    ]
+    assert [record.fields for record in records[:4]] == [{"rank": 0, "epoch": 7}] * 4
+    assert records[4].fields == {"rank": 0}
+    # The logger's name is not taken for the words of a worker that cannot start.
+    assert str(error).startswith("worker 0 ended with exit code 0: INFO worker: starting\nERROR")
 
 
 async def test_an_end_of_its_own_is_logged_and_one_by_us_is_not(caplog):
