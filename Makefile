@@ -41,6 +41,7 @@ help:
 	@echo "make soak    20,000 mixed requests while workers die (an hour or two)"
 	@echo "make fuzz    a million broken calls and ten thousand broken model folders (an hour)"
 	@echo "make bench   measure, beside transformers              make clean   remove what was built"
+	@echo "make bench-report   pictures and a page of measurements in docs/figures, or DIR=folder (8 minutes)"
 	@echo "with an NVIDIA GPU and nvcc:"
 	@echo "make test-gpu    build with CUDA, run the tests that need a GPU"
 	@echo "make bench-gpu   build with CUDA, measure beside the targets; results in build/bench-gpu"
@@ -130,13 +131,21 @@ docs-api: $(TOOLS)
 bench: $(TOOLS)
 	$(BIN)/slotwise bench ladder --peer transformers
 
-# The figures and the report of docs/benchmarks.md; DIR=folder puts them elsewhere, to compare two runs.
+# The figures and the report of docs/benchmarks.md: 8 minutes on two quiet cores. DIR=folder puts them
+# elsewhere, to compare two runs; the results go to build/bench, into a folder of DIR's last name.
 DIR ?= docs/figures
+RESULTS = build/bench/$(notdir $(abspath $(DIR)))
+ROUNDS := --repeats 6 --servers 3 $(ARGS)
 bench-report: $(TOOLS)
-	mkdir -p build/bench
-	$(BIN)/slotwise bench arrivals --rates auto --slo-ttft-ms 500 --slo-tpot-ms 100 --repeats 6 --duration-s 15 \
-	  --json-file build/bench/arrivals.json --plot $(DIR)/bench-arrivals.png --report $(DIR)/bench-report.html
-	$(BIN)/slotwise bench interleave --repeats 6 --json-file build/bench/interleave.json --plot $(DIR)/bench-interleave.png
+	mkdir -p $(DIR) $(RESULTS)
+	$(BIN)/slotwise bench ladder --no-in-process --output-tokens 64 $(ROUNDS) \
+	  --json-file $(RESULTS)/ladder.json --plot $(DIR)/bench-ladder.png
+	$(BIN)/slotwise bench arrivals --duration-s 8 --warm-up-s 2 --slo-ttft-ms 500 --slo-tpot-ms 100 $(ROUNDS) \
+	  --json-file $(RESULTS)/arrivals.json --plot $(DIR)/bench-arrivals.png
+	$(BIN)/slotwise bench interleave --long-tokens 512 --window-s 1.5 $(ROUNDS) \
+	  --json-file $(RESULTS)/interleave.json --plot $(DIR)/bench-interleave.png
+	$(BIN)/slotwise bench report $(addprefix $(RESULTS)/,ladder.json arrivals.json interleave.json) \
+	  --report $(DIR)/bench-report.html
 
 build-gpu: nvcc $(BUILT_GPU)
 	@$(BIN)/python -c 'import sys; from worker import _native; sys.exit(not _native.BUILT_WITH_CUDA)' || { \

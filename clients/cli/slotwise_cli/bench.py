@@ -1,6 +1,5 @@
 """`slotwise bench ladder`: the same work at rising concurrency, beside the engine and a peer."""
 
-import asyncio
 import importlib.util
 import json
 import os
@@ -8,7 +7,8 @@ import re
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from .bench_interleave import interleave
 from .bench_journal import journal
 from .bench_kernels import kernels
 from .bench_metrics import metrics
+from .bench_report import join
 from .bench_result import common_form, end_with
 from .bench_steps import steps
 from .compare import compare
@@ -34,7 +35,6 @@ from .limits import BandwidthOption, MemoryLimit, find_limit
 from .measure import Level, Run, Spread, Work, run_once
 from .number_list import numbers
 from .output import CliError, Output, Report
-from .plots import plot_ladder
 from .serve import (
     DeviceOption,
     DtypeOption,
@@ -43,6 +43,14 @@ from .serve import (
     TpOption,
     model_folder,
     server_flags,
+)
+from .server_groups import (
+    Group,
+    ServersOption,
+    already_running,
+    groups_of,
+    measure_groups,
+    run_until_ended,
 )
 from .server_process import running_server
 
@@ -53,6 +61,7 @@ bench = typer.Typer(help="Measure.", no_args_is_help=True)
 bench.command()(arrivals)
 bench.command()(interleave)
 bench.command()(compare)
+bench.command("report")(join)
 bench.command()(steps)
 bench.command()(kernels)
 bench.command()(chat)
@@ -68,15 +77,35 @@ class Plan:
     work: Work
     concurrency: tuple[int, ...]
     repeats: int
+    servers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server is and how it did."""
+    """What a server is and how it did; `numbers`: which server each round was on."""
 
     model: ModelInfo
     server: ServerInfo
     levels: tuple[Level, ...]
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was seen so far: whole rounds, all of a plan's concurrencies in each."""
+
+    model: ModelInfo | None = None
+    server: ServerInfo | None = None
+    runs: dict[int, list[Run]] = field(default_factory=dict)
+    firsts: dict[int, list[Run]] = field(default_factory=dict)
+    numbers: list[int] = field(default_factory=list)
+
+    def served(self) -> Served:
+        """At least one round."""
+        assert self.model is not None
+        assert self.server is not None
+        levels = [Level.of(n, runs, self.firsts[n]) for n, runs in self.runs.items()]
+        return Served(self.model, self.server, tuple(levels), tuple(self.numbers))
 
 
 @bench.command()
@@ -93,6 +122,7 @@ def ladder(
     server: Annotated[
         str | None, typer.Option(help="Measure this running server, flushing its prefix cache.")
     ] = None,
+    servers: ServersOption = 1,
     in_process: Annotated[bool, typer.Option(help="Also the engine without gRPC.")] = True,
     peer: Annotated[str | None, typer.Option(help="Also `transformers`, float32, n=1.")] = None,
     bandwidth: BandwidthOption = None,
@@ -105,26 +135,33 @@ def ladder(
     _check_peer(peer)
     check_files(json_file, plot, report_file)
     output = Output(as_json)
-    plan = Plan(Work(prompt_tokens, new_tokens), numbers("--concurrency", concurrency), repeats)
+    work, counts = Work(prompt_tokens, new_tokens), numbers("--concurrency", concurrency)
+    plan = Plan(work, counts, repeats, servers)
     chosen = server_flags(device=device, dtype=dtype, tp=tp, threads=threads)
     # With --server a model is read by the peer alone.
     refused = ["--model"] if model and not peer else chosen
     if server is not None and refused:
         raise CliError(f"{refused[0]} is for a server of our own, not for --server", exit_code=2)
     room = server_flags(num_slots=max(plan.concurrency), max_seq_len=prompt_tokens + new_tokens)
-    limit = None
+    limit, got, log = None, Measured(), list[str]()
     with output.progress() as report:
+        measure = partial(_measure_group, plan, report, got)
         if server is not None:
-            served = _measure_server(server, plan, report)
+            ended_by = measure_groups(groups_of(repeats, 1), already_running(server), measure)
         else:
             folder = model_folder(model or "demo", report)
-            log: list[str] = []
-            with running_server(folder, chosen + room, report, log.append) as address:
-                served = _measure_server(address, plan, report)
+            start = partial(running_server, folder, chosen + room, report, log.append)
+            ended_by = measure_groups(groups_of(repeats, servers), start, measure)
+        if ended_by is not None and not got.numbers:
+            raise ended_by
+        served = got.served()
+        if server is None and ended_by is None:
             limit = find_limit(folder, served.server, bandwidth, report)
         result = _summary(served, plan, limit)
         if server is None:
             _add_idle(result, log)
+        if ended_by is not None:
+            in_process, peer = False, None
         if in_process and server is None and (tp or 1) == 1:
             _add_engine(result, _run_engine(folder, served, plan, report))
         elif in_process:
@@ -133,12 +170,10 @@ def ladder(
             folder = model_folder(model or "demo", report)
             _add_peer(result, _run_peer(folder, served, plan, report))
     whole = common_form("ladder", served.model, served.server, asdict(plan), result)
-    whole["figures"] = _figures(result)
+    whole["figures"] = _figures(result, served.numbers)
     if not as_json:
         show_ladder(result, output)
-    if plot is not None:
-        plot_ladder(result, plot)
-    end_with(whole, output, json_file, None, report_file)
+    end_with(whole, output, json_file, plot, report_file, ended_by)
 
 
 def _check_peer(peer: str | None) -> None:
@@ -148,32 +183,33 @@ def _check_peer(peer: str | None) -> None:
         raise CliError(f"--peer needs transformers: {sys.executable} -m pip install transformers")
 
 
-def _measure_server(address: str, plan: Plan, report: Report) -> Served:
+def _measure_group(plan: Plan, report: Report, got: Measured, address: str, group: Group) -> None:
     with Client(address) as client:
-        model, info = client.model_info(timeout=60), client.server_info(timeout=60)
-    levels = asyncio.run(_measure_levels(address, plan, model, report))
-    return Served(model, info, levels)
+        got.model, got.server = client.model_info(timeout=60), client.server_info(timeout=60)
+    run_until_ended(_measure(address, plan, got.model, report, got, group))
 
 
-async def _measure_levels(
-    address: str, plan: Plan, model: ModelInfo, report: Report
-) -> tuple[Level, ...]:
+async def _measure(
+    address: str, plan: Plan, model: ModelInfo, report: Report, got: Measured, group: Group
+) -> None:
     """Rounds go round the concurrencies, so that slow drift of the machine meets all alike.
 
     One client sends them all: a service keeps its channel too.
     """
-    runs: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
-    firsts: dict[int, list[Run]] = {count: [] for count in plan.concurrency}
     async with AsyncClient(address) as client:
         for count in (1, max(plan.concurrency)):
             await run_once(client, plan.work.prompts(model, count, seed=0), 2)
-        for repeat in range(plan.repeats):
+        for repeat in group.rounds:
+            whole: list[tuple[int, Run, Run]] = []
             for count in plan.concurrency:
                 report(f"{count} at once, round {repeat + 1} of {plan.repeats}", 0, 0)
                 prompts = plan.work.prompts(model, count, seed=1000 * (repeat + 1) + count)
-                runs[count].append(await run_once(client, prompts, plan.work.new_tokens))
-                firsts[count].append(await run_once(client, prompts, 1))
-    return tuple(Level.of(count, runs[count], firsts[count]) for count in plan.concurrency)
+                run = await run_once(client, prompts, plan.work.new_tokens)
+                whole.append((count, run, await run_once(client, prompts, 1)))
+            for count, run, first in whole:
+                got.runs.setdefault(count, []).append(run)
+                got.firsts.setdefault(count, []).append(first)
+            got.numbers.append(group.server)
 
 
 def _summary(served: Served, plan: Plan, limit: MemoryLimit | None) -> dict[str, Any]:
@@ -280,12 +316,14 @@ def _add_peer(result: dict[str, Any], answer: dict[str, Any]) -> None:
     result["peer"] = peer
 
 
-def _figures(result: dict[str, Any]) -> dict[str, Figure]:
+def _figures(result: dict[str, Any], numbers: tuple[int, ...]) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for level in result["levels"]:
         of = f"n={level['concurrency']}"
         for name, values in level["rounds"].items():
             rate = name.endswith("tokens/s")
             better: Better = "higher" if rate else "lower"
-            figures[f"{of} {name}"] = Figure("tokens/s" if rate else "ms", better, tuple(values))
+            figures[f"{of} {name}"] = Figure(
+                "tokens/s" if rate else "ms", better, tuple(values), numbers
+            )
     return figures

@@ -1,15 +1,17 @@
 """`slotwise bench arrivals`: latency and goodput of requests that come when they come."""
 
-import asyncio
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo, SlotwiseError
+from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .arrivals import (
     FATES,
@@ -22,17 +24,25 @@ from .arrivals import (
     sender_was_bottleneck,
 )
 from .bench_files import JsonFileOption, ModelOption, PlotOption, ReportOption, check_files
-from .bench_result import end_with
-from .figures import Figure
+from .bench_result import common_form, end_with
+from .figures import Better, Figure
 from .latency import PERCENTILES, latencies, percentile
-from .machine import machine_of, setup_of
 from .measure_arrivals import LostError, OpenLoop, capacity
 from .number_list import decimals
 from .output import CliError, Output, Report
-from .result_file import figures_json, result_head
+from .result_file import figures_json
 from .serve import DeviceOption, DtypeOption, JsonFlag, ThreadsOption, model_folder, server_flags
+from .server_groups import (
+    Group,
+    ServersOption,
+    already_running,
+    groups_of,
+    measure_groups,
+    run_until_ended,
+)
 from .server_process import running_server
 
+Find = Callable[[dict[str, Any]], float | None]
 # Of the capacity, with `--rates auto`: easy, busy, near it and beyond.
 AUTO = (0.3, 0.6, 0.9, 1.2)
 
@@ -50,16 +60,28 @@ class Plan:
     seed: int
     timeout_s: float
     objective: Objective
+    servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What was sent at a rate, to the server of this number."""
+
+    server: int
+    rate: float
+    outcomes: list[Outcome]
 
 
 @dataclass(slots=True)
 class Measured:
-    """What was seen so far: rounds by rate, whole ones; `part` is of the one that was cut off."""
+    """What was seen so far: whole rounds by what their rate is called; `part` was cut off.
+    `capacities`: requests a second, by server."""
 
-    capacity_per_s: float | None = None
-    rounds: dict[float, list[list[Outcome]]] = field(default_factory=dict)
-    part: tuple[float, list[Outcome]] | None = None
-    ended_by: BaseException | None = None
+    model: ModelInfo | None = None
+    server: ServerInfo | None = None
+    capacities: dict[int, float] = field(default_factory=dict)
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    part: Round | None = None
 
 
 def arrivals(
@@ -82,6 +104,7 @@ def arrivals(
     slo_tpot_ms: Annotated[float | None, typer.Option(min=0, help="Its mean ITL.")] = None,
     slo_e2e_ms: Annotated[float | None, typer.Option(min=0, help="To the last token.")] = None,
     num_slots: Annotated[int | None, typer.Option(min=1, help="[8]")] = None,
+    servers: ServersOption = 1,
     server: Annotated[str | None, typer.Option(help="Measure this running server.")] = None,
     json_file: JsonFileOption = None,
     plot: PlotOption = None,
@@ -101,90 +124,109 @@ def arrivals(
         seed,
         timeout_s,
         Objective(slo_ttft_ms, slo_itl_ms, slo_tpot_ms, slo_e2e_ms),
+        servers,
     )
     chosen = server_flags(device=device, dtype=dtype, threads=threads, num_slots=num_slots)
     refused = ["--model"] if model else chosen
     if server is not None and refused:
         raise CliError(f"{refused[0]} is for a server of our own, not for --server", exit_code=2)
     with output.progress() as report:
+        got = Measured()
+        measure = partial(_measure_group, plan, report, got)
         if server is not None:
-            result, ended_by = _measure_server(server, plan, report)
+            ended_by = measure_groups(groups_of(repeats, 1), already_running(server), measure)
         else:
             chosen += server_flags(num_slots=None if num_slots else 8)
             chosen += server_flags(max_seq_len=plan.prompt.most + plan.new.most)
-            folder = model_folder(model or "demo", report)
-            with running_server(folder, chosen, report) as address:
-                result, ended_by = _measure_server(address, plan, report)
+            start = partial(running_server, model_folder(model or "demo", report), chosen, report)
+            ended_by = measure_groups(groups_of(repeats, servers), start, measure)
+    if ended_by is not None and got.model is None:
+        raise ended_by
+    result = _result(plan, got)
     if not as_json:
         _show(result, output)
     end_with(result, output, json_file, plot, report_file, ended_by)
 
 
-def _measure_server(
-    address: str, plan: Plan, report: Report
-) -> tuple[dict[str, Any], BaseException | None]:
+def _measure_group(plan: Plan, report: Report, got: Measured, address: str, group: Group) -> None:
     with Client(address) as client:
-        model, server = client.model_info(timeout=60), client.server_info(timeout=60)
+        model, got.server = client.model_info(timeout=60), client.server_info(timeout=60)
     longest = plan.prompt.most + plan.new.most
     if longest > model.max_seq_len:
         message = f"{longest} tokens are wanted; {address} has room for {model.max_seq_len}"
         raise CliError(message, exit_code=2)
-    got = Measured()
+    got.model = model
     try:
-        asyncio.run(_measure(address, model, server, plan, report, got))
+        run_until_ended(_measure(address, plan, report, got, group))
     except LostError as error:
-        got.ended_by = error.cause
-    except (SlotwiseError, KeyboardInterrupt) as error:
-        got.ended_by = error
-    return _result(model, server, plan, got), got.ended_by
+        raise error.cause from error
 
 
-async def _measure(
-    address: str, model: ModelInfo, server: ServerInfo, plan: Plan, report: Report, got: Measured
-) -> None:
+async def _measure(address: str, plan: Plan, report: Report, got: Measured, group: Group) -> None:
     """Rounds go round the rates, so that slow drift of the machine meets all alike."""
+    assert got.model is not None
     async with AsyncClient(address, reconnect=False) as client:
-        rates = plan.rates
-        if rates is None:
-            report("the capacity", 0, 0)
-            # Twice as many as run at once: the first half warms up the machine too.
-            count = 3 * server.max_running
-            sample = poisson(count, 10.0, plan.prompt, plan.new, plan.seed)[:count]
-            per_s = await capacity(client, model, sample, server.max_running, plan.timeout_s)
-            got.capacity_per_s = per_s
-            rates = tuple(float(f"{part * per_s:.3g}") for part in AUTO)
-        loop = OpenLoop(client, model, plan.warm_up_s, plan.timeout_s)
-        for repeat in range(plan.repeats):
-            for number, rate in enumerate(rates):
-                report(f"{rate:g} requests/s, round {repeat + 1} of {plan.repeats}", 0, 0)
+        rates = await _rates(client, plan, report, got, group)
+        loop = OpenLoop(client, got.model, plan.warm_up_s, plan.timeout_s)
+        for repeat in group.rounds:
+            for number, (name, rate) in enumerate(rates.items()):
+                report(f"{rate:.3g} requests/s, round {repeat + 1} of {plan.repeats}", 0, 0)
                 seed = plan.seed + 1000 * (repeat + 1) + number
                 seconds = plan.warm_up_s + plan.duration_s
                 sent = poisson(rate, seconds, plan.prompt, plan.new, seed)
                 try:
                     outcomes = await loop.run(sent, seed)
                 except LostError as error:
-                    got.part = (rate, error.outcomes)
+                    got.part = Round(group.server, rate, error.outcomes)
                     raise
-                got.rounds.setdefault(rate, []).append(outcomes)
+                got.rounds.setdefault(name, []).append(Round(group.server, rate, outcomes))
 
 
-def _result(model: ModelInfo, server: ServerInfo, plan: Plan, got: Measured) -> dict[str, Any]:
-    result = result_head("arrivals", machine_of(server.workers[0].device), setup_of(model, server))
-    result["plan"] = asdict(plan)
-    result["capacity_per_s"] = got.capacity_per_s
+async def _rates(
+    client: AsyncClient, plan: Plan, report: Report, got: Measured, group: Group
+) -> dict[str, float]:
+    """By name. Each server has the rates of its own capacity: how well that is known is in the
+    spread then."""
+    if plan.rates is not None:
+        return {f"{rate:g}/s": rate for rate in plan.rates}
+    assert got.model is not None
+    assert got.server is not None
+    report("the capacity", 0, 0)
+    at_once = got.server.max_running
+    per_s = 0.0
+    # The first one warms up the machine.
+    for count in (at_once, 4 * at_once):
+        sample = poisson(count, 10.0, plan.prompt, plan.new, plan.seed)[:count]
+        per_s = await capacity(client, got.model, sample, at_once, plan.timeout_s)
+    got.capacities[group.server] = per_s
+    return {f"{part:g} of capacity": part * per_s for part in AUTO}
+
+
+def _result(plan: Plan, got: Measured) -> dict[str, Any]:
+    assert got.model is not None
+    assert got.server is not None
+    per_s = list(got.capacities.values())
+    own = {"capacity_per_s": statistics.median(per_s) if per_s else None}
+    result = common_form("arrivals", got.model, got.server, asdict(plan), own)
     figures: dict[str, Figure] = {}
+    if per_s:
+        which = tuple(got.capacities)
+        figures["capacity"] = Figure("requests/s", "higher", tuple(per_s), which)
     result["rates"] = []
-    for rate, rounds in got.rounds.items():
-        rows = [_round(outcomes, plan) for outcomes in rounds]
+    for name, rounds in got.rounds.items():
+        rows = [
+            {"server": one.server, "rate": one.rate, **_round(one.outcomes, plan)} for one in rounds
+        ]
         mine = _figures(rows)
-        figures |= {f"{rate:g}/s {name}": figure for name, figure in mine.items()}
-        late = any(row["sender_was_bottleneck"] for row in rows)
-        summed = figures_json(mine)
-        result["rates"].append(
-            {"rate": rate, "sender_was_bottleneck": late, "figures": summed, "rounds": rows}
-        )
+        figures |= {f"{name} {which}": figure for which, figure in mine.items()}
+        point = {
+            "name": name,
+            "rate": statistics.median(one.rate for one in rounds),
+            "sender_was_bottleneck": any(row["sender_was_bottleneck"] for row in rows),
+        }
+        result["rates"].append({**point, "figures": figures_json(mine), "rounds": rows})
     if got.part is not None:
-        result["cut_off"] = {"rate": got.part[0], **_round(got.part[1], plan)}
+        result["cut_off"] = {"rate": got.part.rate, **_round(got.part.outcomes, plan)}
     result["figures"] = figures_json(figures)
     return result
 
@@ -212,20 +254,28 @@ def _round(outcomes: Sequence[Outcome], plan: Plan) -> dict[str, Any]:
 
 def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
     """Of one rate; a figure that some round lacks has fewer rounds, or is left out."""
-    figures = {
-        "goodput": Figure("requests/s", "higher", tuple(row["goodput_per_s"] for row in rows))
-    }
-    shares = tuple(row["goodput_share"] for row in rows if row["goodput_share"] is not None)
-    if shares:
-        figures["good share"] = Figure("", "higher", shares)
-    for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
+
+    def add(
+        name: str, unit: str, better: Better, find: Callable[[dict[str, Any]], float | None]
+    ) -> None:
+        found = [(value, row["server"]) for row in rows if (value := find(row)) is not None]
+        if found:
+            values, servers = zip(*found, strict=True)
+            figures[name] = Figure(unit, better, values, servers)
+
+    figures: dict[str, Figure] = {}
+    add("goodput", "requests/s", "higher", itemgetter("goodput_per_s"))
+    add("good share", "", "higher", itemgetter("goodput_share"))
+    for kind in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         for which in (*(f"p{p}" for p in PERCENTILES), "mean"):
-            values = tuple(row[name][which] for row in rows if row[name] is not None)
-            if values:
-                figures[f"{name.removesuffix('_ms').upper()} {which}"] = Figure(
-                    "ms", "lower", values
-                )
+            name = f"{kind.removesuffix('_ms').upper()} {which}"
+            add(name, "ms", "lower", partial(_latency, kind, which))
     return figures
+
+
+def _latency(kind: str, which: str, row: dict[str, Any]) -> float | None:
+    found: float | None = row[kind][which] if row[kind] is not None else None
+    return found
 
 
 def _show(result: dict[str, Any], output: Output) -> None:
@@ -258,7 +308,7 @@ def _row(point: dict[str, Any]) -> list[str]:
     failed = sum(one[fate] for one in fates for fate in ("timeout", "error", "lost"))
     late = max(row["late_p99_ms"] for row in point["rounds"])
     return [
-        f"{point['rate']:g}",
+        f"{point['rate']:.3g}",
         shown("good share", ".0%"),
         shown("goodput", ".2f"),
         shown("TTFT p50", ".0f"),

@@ -1,14 +1,14 @@
 """`slotwise bench interleave`: what a long prompt does to streams that run."""
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
-from slotwise_client import AsyncClient, Client, ModelInfo, SlotwiseError
+from slotwise_client import AsyncClient, Client, ModelInfo, ServerInfo
 
 from .bench_files import JsonFileOption, ModelOption, PlotOption, ReportOption, check_files
 from .bench_result import common_form, end_with
@@ -18,6 +18,14 @@ from .measure import random_prompts
 from .measure_interleave import Interleave, Interleaved, StreamEndedError
 from .output import CliError, Output, Report
 from .serve import DeviceOption, DtypeOption, JsonFlag, ThreadsOption, model_folder, server_flags
+from .server_groups import (
+    Group,
+    ServersOption,
+    already_running,
+    groups_of,
+    measure_groups,
+    run_until_ended,
+)
 from .server_process import running_server
 
 
@@ -32,6 +40,16 @@ class Plan:
     window_s: float
     repeats: int
     seed: int
+    servers: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was seen so far: whole rounds, each with the number of its server."""
+
+    model: ModelInfo | None = None
+    server: ServerInfo | None = None
+    rounds: list[tuple[int, Interleaved]] = field(default_factory=list)
 
 
 def interleave(
@@ -46,6 +64,7 @@ def interleave(
     window_s: Annotated[float, typer.Option(min=0.05, help="Before it, and after it.")] = 2.0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median is shown.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
+    servers: ServersOption = 1,
     server: Annotated[
         str | None, typer.Option(help="Measure this running server, flushing its prefix cache.")
     ] = None,
@@ -57,78 +76,90 @@ def interleave(
     """Drop a long prompt into running streams: their ITL before, meanwhile and after; TTFTs."""
     check_files(json_file, plot, report_file)
     output = Output(as_json)
-    plan = Plan(streams, prompt_tokens, long_tokens, room_tokens, window_s, repeats, seed)
+    plan = Plan(streams, prompt_tokens, long_tokens, room_tokens, window_s, repeats, seed, servers)
     chosen = server_flags(device=device, dtype=dtype, threads=threads)
     refused = ["--model"] if model else chosen
     if server is not None and refused:
         raise CliError(f"{refused[0]} is for a server of our own, not for --server", exit_code=2)
     with output.progress() as report:
+        got = Measured()
+        measure = partial(_measure_group, plan, report, got)
         if server is not None:
-            result, ended_by = _measure_server(server, plan, report)
+            ended_by = measure_groups(groups_of(repeats, 1), already_running(server), measure)
         else:
             # One seat more, for the long one. The room is what the model allows.
             chosen += server_flags(num_slots=streams + 1)
-            folder = model_folder(model or "demo", report)
-            with running_server(folder, chosen, report) as address:
-                result, ended_by = _measure_server(address, plan, report)
+            start = partial(running_server, model_folder(model or "demo", report), chosen, report)
+            ended_by = measure_groups(groups_of(repeats, servers), start, measure)
+    if ended_by is not None and not got.rounds:
+        raise ended_by
+    result = _result(plan, got)
     if not as_json:
         _show(result, output)
     end_with(result, output, json_file, plot, report_file, ended_by)
 
 
-def _measure_server(
-    address: str, plan: Plan, report: Report
-) -> tuple[dict[str, Any], BaseException | None]:
+def _measure_group(plan: Plan, report: Report, got: Measured, address: str, group: Group) -> None:
     with Client(address) as client:
-        model, server = client.model_info(timeout=60), client.server_info(timeout=60)
-    if plan.long_tokens + 2 > model.max_seq_len:
-        message = f"--long-tokens {plan.long_tokens}: {address} has room for {model.max_seq_len}"
+        got.model, got.server = client.model_info(timeout=60), client.server_info(timeout=60)
+    if plan.long_tokens + 2 > got.model.max_seq_len:
+        message = (
+            f"--long-tokens {plan.long_tokens}: {address} has room for {got.model.max_seq_len}"
+        )
         raise CliError(message, exit_code=2)
-    if server.max_running <= plan.streams:
+    if got.server.max_running <= plan.streams:
         message = f"{plan.streams} streams and a long prompt want {plan.streams + 1} at once; "
-        raise CliError(f"{message}{address} runs {server.max_running}", exit_code=2)
-    rounds: list[Interleaved] = []
-    ended_by: BaseException | None = None
+        raise CliError(f"{message}{address} runs {got.server.max_running}", exit_code=2)
     try:
-        asyncio.run(_measure(address, model, plan, report, rounds))
+        run_until_ended(_measure(address, got.model, plan, report, got, group))
     except StreamEndedError as error:
-        ended_by = CliError(str(error))
-    except (SlotwiseError, KeyboardInterrupt) as error:
-        ended_by = error
-    own = {"timeline": _timeline(rounds[-1])} if rounds else {}
-    result = common_form("interleave", model, server, asdict(plan), own)
-    result["figures"] = _figures(rounds)
-    return result, ended_by
+        raise CliError(str(error)) from error
 
 
 async def _measure(
-    address: str, model: ModelInfo, plan: Plan, report: Report, rounds: list[Interleaved]
+    address: str, model: ModelInfo, plan: Plan, report: Report, got: Measured, group: Group
 ) -> None:
     room = min(plan.room_tokens, model.max_seq_len - plan.prompt_tokens)
     lengths = [plan.prompt_tokens] * (plan.streams + 2) + [plan.long_tokens] * 2
     async with AsyncClient(address, reconnect=False) as client:
         bench = Interleave(client, plan.window_s, room)
         # The first round warms up.
-        for number in range(plan.repeats + 1):
-            report(f"round {number} of {plan.repeats}", 0, 0)
-            *shorts, long, other = random_prompts(model, lengths, plan.seed + 1000 * number)
+        for number in (-1, *group.rounds):
+            report(f"round {number + 1} of {plan.repeats}", 0, 0)
+            *shorts, long, other = random_prompts(model, lengths, plan.seed + 1000 * (number + 1))
             found = await bench.round(shorts, long, other)
-            if number:
-                rounds.append(found)
+            if number >= 0:
+                got.rounds.append((group.server, found))
 
 
-def _figures(rounds: Sequence[Interleaved]) -> dict[str, Figure]:
-    values: dict[str, list[float]] = {}
-    for one in rounds:
+def _result(plan: Plan, got: Measured) -> dict[str, Any]:
+    assert got.model is not None
+    assert got.server is not None
+    own = {"timeline": _timeline(got.rounds[-1][1])}
+    result = common_form("interleave", got.model, got.server, asdict(plan), own)
+    result["figures"] = _figures(got.rounds)
+    return result
+
+
+def _figures(rounds: Sequence[tuple[int, Interleaved]]) -> dict[str, Figure]:
+    values: dict[str, list[tuple[int, float]]] = {}
+    for server, one in rounds:
         gaps = one.gaps()
+        row = {
+            "TTFT of the long prompt": one.long_ttft_ms,
+            "TTFT of a short prompt alone": one.alone_ttft_ms,
+            "TTFT of a short prompt behind a long one": one.behind_ttft_ms,
+        }
         for name, part in (("before", gaps.before), ("during", gaps.during), ("after", gaps.after)):
             for percent in (50, 99, 100) if part else ():
                 which = "max" if percent == 100 else f"p{percent}"
-                values.setdefault(f"ITL {name}, {which}", []).append(percentile(part, percent))
-        values.setdefault("TTFT of the long prompt", []).append(one.long_ttft_ms)
-        values.setdefault("TTFT of a short prompt alone", []).append(one.alone_ttft_ms)
-        values.setdefault("TTFT of a short prompt behind a long one", []).append(one.behind_ttft_ms)
-    return {name: Figure("ms", "lower", tuple(found)) for name, found in values.items()}
+                row[f"ITL {name}, {which}"] = percentile(part, percent)
+        for name, value in row.items():
+            values.setdefault(name, []).append((server, value))
+    return {
+        name: Figure("ms", "lower", tuple(v for _, v in found), tuple(s for s, _ in found))
+        for name, found in values.items()
+    }
 
 
 def _timeline(one: Interleaved) -> dict[str, Any]:
@@ -154,5 +185,5 @@ def _show(result: dict[str, Any], output: Output) -> None:
         f"{setup['max_step_tokens']:,} prompt tokens a step; median of {plan['repeats']}"
     )
     for name, figure in result["figures"].items():
-        low, high, _ = figure.interval
+        low, high = figure.spread
         output.line(f"{name}: {figure.median:.1f} ms ({low:.1f} to {high:.1f})")

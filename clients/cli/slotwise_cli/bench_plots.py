@@ -51,9 +51,8 @@ def plot_interleave(result: Mapping[str, Any]) -> bytes:
 
 
 def plot_figures(result: Mapping[str, Any]) -> bytes:
-    """tokens/s of a ladder's levels, or the figures of another kind, with their spread."""
-    names = [name for name in result["figures"] if name.endswith("tokens/s")]
-    names = names or list(result["figures"])[:8]
+    """The first figures of another kind, from the least to the greatest round."""
+    names = list(result["figures"])[:8]
     figure, (axis,) = _figure(1, _title(result))
     figures = [result["figures"][name] for name in names]
     middle = [one["median"] for one in figures]

@@ -7,8 +7,9 @@ from slotwise_client import ModelInfo, ServerInfo, SlotwiseError
 
 from .bench_files import keep, write_json_file
 from .figures import Figure
+from .interrupt import Ended
 from .machine import machine_of, setup_of
-from .output import Output
+from .output import CliError, Output
 from .report import report_html, result_picture
 from .result_file import result_head
 
@@ -58,5 +59,7 @@ def end_with(
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, SlotwiseError):
+        return error.message
+    if isinstance(error, Ended | CliError):
         return error.message
     return "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from slotwise_client import Client, ModelInfo, ServerInfo
 
-from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, write_json_file
+from .bench_files import JsonFileOption, ModelOption, PlotOption, check_files, keep, write_json_file
 from .limits import BandwidthOption, MemoryLimit, find_limit
 from .measure import Spread, Work, decode_window
 from .number_list import numbers
@@ -83,7 +83,7 @@ def steps(
     result = _summary(info, server, points, num_steps, repeats, limit)
     write_json_file(json_file, result)
     if plot is not None:
-        plot_steps(result, plot)
+        keep(plot, plot_steps(result), result)
     if as_json:
         output.json(result)
     else:

@@ -97,12 +97,9 @@ def compare_figures(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Compared
     """Those that both have, in the order of the first."""
     names = [name for name in a["figures"] if name in b["figures"]]
     return [
-        _compare(name, _figure(a["figures"][name]), _figure(b["figures"][name])) for name in names
+        _compare(name, Figure.read(a["figures"][name]), Figure.read(b["figures"][name]))
+        for name in names
     ]
-
-
-def _figure(of: Mapping[str, Any]) -> Figure:
-    return Figure(of["unit"], of["better"], tuple(of["rounds"]))
 
 
 def _compare(name: str, a: Figure, b: Figure) -> Compared:
@@ -110,7 +107,7 @@ def _compare(name: str, a: Figure, b: Figure) -> Compared:
     if a.median:
         sign = 1 if a.better == "lower" else -1
         worse = sign * (b.median - a.median) / abs(a.median) * 100
-    spreads = [one.interval[:2] for one in (a, b)]
+    spreads = [one.spread for one in (a, b)]
     verdict = _verdict(a, b)
     return Compared(name, a.unit, a.median, b.median, spreads[0], spreads[1], verdict, worse)
 
@@ -118,7 +115,7 @@ def _compare(name: str, a: Figure, b: Figure) -> Compared:
 def _verdict(a: Figure, b: Figure) -> str:
     if min(len(a.rounds), len(b.rounds)) < 2:
         return "not known"
-    (low, high, _), (its_low, its_high, _) = a.interval, b.interval
+    (low, high), (its_low, its_high) = a.spread, b.spread
     if low <= its_high and its_low <= high:
         return "same"
     return "better" if (b.median > a.median) == (a.better == "higher") else "worse"

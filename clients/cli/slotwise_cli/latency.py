@@ -19,9 +19,9 @@ DEFINITIONS: Final = {
     "tokens or more",
     "E2E": "from sending to the last token",
     "percentile": "nearest rank: the least value with at least that share at or below it",
-    "interval": "by order statistics, without assumptions: the narrowest pair of rounds, from both "
-    "ends alike, that holds the true median with a probability of 95 %; where rounds are too few, "
-    "the least and the greatest, with the probability that they have",
+    "spread": "what two runs on the same idle machine have in common: the widest of least to "
+    "greatest round, the 95 % interval of the mean over servers by Student's t (each server has "
+    "some of the rounds), and the median +- 3 %",
 }
 
 

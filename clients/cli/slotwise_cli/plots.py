@@ -1,13 +1,15 @@
 """Pictures of the measurements; matplotlib is loaded when one is drawn."""
 
-from pathlib import Path
+import io
+from collections.abc import Mapping
 from typing import Any
 
-_OWN, _LIMIT = "#1f5fa8", "#999999"
+# Told apart by those who see no red or green too (Okabe and Ito).
+_OWN, _LIMIT = "#0072B2", "#999999"
 
 
-def plot_ladder(result: dict[str, Any], path: Path) -> None:
-    """tokens/s against concurrency with the limit where it is known; below, the ratio to one."""
+def plot_ladder(result: Mapping[str, Any]) -> bytes:
+    """A PNG: tokens/s against concurrency, with the limit if known; below, the ratio to one."""
     levels = result["levels"]
     counts = [level["concurrency"] for level in levels]
     figure, (speed, ratio) = _figure(2, f"{_title(result)}, {result['prompt_tokens']} prompt")
@@ -26,11 +28,11 @@ def plot_ladder(result: dict[str, Any], path: Path) -> None:
     ratio.set_ylabel("x one request")
     for axis in (speed, ratio):
         _axis(axis, counts, "requests at once")
-    _save(figure, path)
+    return _png(figure)
 
 
-def plot_steps(result: dict[str, Any], path: Path) -> None:
-    """Time of a decode step against context, a line per concurrency, each with its limit."""
+def plot_steps(result: Mapping[str, Any]) -> bytes:
+    """A PNG: time of a decode step against context, a line per concurrency, each with its limit."""
     figure, (steps,) = _figure(1, _title(result))
     contexts = sorted({point["context"] for point in result["points"]})
     for number, count in enumerate(sorted({p["concurrency"] for p in result["points"]})):
@@ -45,7 +47,7 @@ def plot_steps(result: dict[str, Any], path: Path) -> None:
     steps.legend(frameon=False)
     steps.set_xscale("log", base=2)
     _axis(steps, contexts, "tokens of context per request")
-    _save(figure, path)
+    return _png(figure)
 
 
 def _figure(rows: int, title: str) -> tuple[Any, Any]:
@@ -58,7 +60,7 @@ def _figure(rows: int, title: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _title(result: dict[str, Any]) -> str:
+def _title(result: Mapping[str, Any]) -> str:
     return f"{result['model']}, {result['device']}, {result['weight_dtype']}, TP {result['tp']}"
 
 
@@ -85,5 +87,7 @@ def _axis(axis: Any, ticks: list[int], label: str) -> None:
     axis.grid(alpha=0.3)
 
 
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, format="png", dpi=150)
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()

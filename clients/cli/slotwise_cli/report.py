@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from .bench_plots import plot_arrivals, plot_figures, plot_interleave
 from .latency import DEFINITIONS
+from .plots import plot_ladder
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -25,13 +26,24 @@ def result_picture(result: Mapping[str, Any]) -> bytes | None:
     """The PNG of a result; None when nothing was measured."""
     if not result["figures"]:
         return None
-    if result["kind"] == "arrivals":
-        return plot_arrivals(result)
-    return plot_interleave(result) if result["kind"] == "interleave" else plot_figures(result)
+    kinds = {"arrivals": plot_arrivals, "interleave": plot_interleave, "ladder": plot_ladder}
+    return kinds.get(result["kind"], plot_figures)(result)
 
 
-def report_html(result: Mapping[str, Any]) -> str:
-    """Everything is in it: it asks no other file and no network."""
+def report_html(*results: Mapping[str, Any]) -> str:
+    """Everything is in it: it asks no other file and no network. Several results follow each
+    other under headings of their own."""
+    kinds = ", ".join(result["kind"] for result in results)
+    parts = []
+    for result in results:
+        if len(results) > 1:
+            parts.append(f"<h2>{_escape(result['kind'])}</h2>")
+        parts += _section(result)
+    parts += ["<h2>Definitions</h2>", _pairs(DEFINITIONS)]
+    return page(f"slotwise bench: {kinds}", "\n".join(parts))
+
+
+def _section(result: Mapping[str, Any]) -> list[str]:
     parts = [f"<p>{_escape(result['date'])}; {_escape(_machine_line(result))}</p>"]
     if not result["complete"]:
         why = _escape(result["incomplete_because"])
@@ -44,14 +56,12 @@ def report_html(result: Mapping[str, Any]) -> str:
     if (picture := result_picture(result)) is not None:
         data = base64.b64encode(picture).decode()
         parts.append(f'<img alt="{result["kind"]}" src="data:image/png;base64,{data}">')
-    parts += ["<h2>Figures</h2>", figure_table(result["figures"])]
-    parts += ["<h2>What was measured</h2>", _pairs(_flat(result["setup"]))]
+    parts += ["<h3>Figures</h3>", figure_table(result["figures"])]
+    parts += ["<h3>What was measured</h3>", _pairs(_flat(result["setup"]))]
     if "plan" in result:
-        parts += ["<h2>Plan</h2>", _pairs(_flat(result["plan"]))]
+        parts += ["<h3>Plan</h3>", _pairs(_flat(result["plan"]))]
     command = _escape(shlex.join(result["command"]))
-    parts += ["<h2>Again</h2>", f"<p><code>{command}</code></p>"]
-    parts += ["<h2>Definitions</h2>", _pairs(DEFINITIONS)]
-    return page(f"slotwise bench {result['kind']}", "\n".join(parts))
+    return [*parts, "<h3>Again</h3>", f"<p><code>{command}</code></p>"]
 
 
 def page(title: str, body: str) -> str:
@@ -69,10 +79,10 @@ def page(title: str, body: str) -> str:
 def figure_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """Medians with their spread."""
     rows = [
-        (name, _number(one["median"]), one["unit"], _range(one["min"], one["max"]), _interval(one))
+        (name, _number(one["median"]), one["unit"], _range(one["min"], one["max"]), _spread(one))
         for name, one in figures.items()
     ]
-    return table(("figure", "median", "unit", "least to greatest", "interval"), rows)
+    return table(("figure", "median", "unit", "least to greatest", "spread"), rows)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -83,11 +93,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
-def _interval(figure: Mapping[str, Any]) -> str:
-    of = figure["interval"]
+def _spread(figure: Mapping[str, Any]) -> str:
     if len(figure["rounds"]) == 1:
         return "one round: not known"
-    return f"{_range(of['low'], of['high'])} ({of['coverage']:.0%})"
+    return _range(figure["spread"]["low"], figure["spread"]["high"])
 
 
 def _range(low: float, high: float) -> str:
