@@ -22,7 +22,8 @@ from .engine_types import (
 )
 from .errors import GroupError, UnavailableError, UnknownRequestError
 from .limits import Counters
-from .request import FinishReason, Request, failed_event
+from .logs import about
+from .request import FinishReason, Request, call_id_of, failed_event
 from .request_stream import RequestStream, RequestStreams
 from .scheduler import Scheduler
 from .serve_loop import EngineBugError, ServeLoop
@@ -270,7 +271,9 @@ class Engine:
         self._lost_ranks = self._group.lost_ranks(cause)
         _log.error("the worker group is lost: %s", cause)
         for end in self._started_loop().scheduler.lose_group(self.now_ns()):
-            _log.error("request %r is given up, the workers died of it twice", end.request_id)
+            call_id = call_id_of(end.request_id)
+            message = "request %r is given up, the workers died of it twice"
+            _log.error(message, end.request_id, extra=about(call_id))
             self._streams.tell([end])
         clock = asyncio.get_running_loop()
         give_up = clock.call_later(self._config.recovery_timeout_s, self._give_up)

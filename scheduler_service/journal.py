@@ -19,6 +19,7 @@ from pathlib import Path
 
 from .journal_file import JournalFile, RecordedCall, VersionError, damaged_suffix, set_aside
 from .journal_writer import Accept, Forget, JournalWriter, Report, Told, error_code
+from .logs import about
 from .record import CallRecord, JournalState
 from .request import Event, FinishedEvent, PromptLogprobsEvent, TokenEvent, TokenLogprobs
 
@@ -222,7 +223,8 @@ class Journal:
         else:
             news = answer.take(event)
             if news is None:
-                _log.error("journal: request %r leaves it: a gap in its events", call_id)
+                gap = "journal: request %r leaves it: a gap in its events"
+                _log.error(gap, call_id, extra=about(call_id))
                 self.forget(call_id)
                 return
             event = news
@@ -268,6 +270,7 @@ class Journal:
             record.call_id,
             num_bytes,
             self._max_bytes,
+            extra=about(record.call_id),
         )
         return False
 

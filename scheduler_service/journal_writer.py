@@ -25,6 +25,7 @@ from .journal_file import (
     set_aside,
     tokens_piece,
 )
+from .logs import about
 from .record import CallRecord
 from .request import Event, FinishedEvent, PromptLogprobsEvent, TokenEvent, TokenLogprobs
 
@@ -288,7 +289,9 @@ class JournalWriter:
     def _refuse(self, job: Accept, batch: _Batch, reason: str) -> None:
         batch.refused.append(job.row_id)
         if not self._is_refusing:
-            _log.warning("journal: request %r is not in it: %s", job.record.call_id, reason)
+            call_id = job.record.call_id
+            not_in = "journal: request %r is not in it: %s"
+            _log.warning(not_in, call_id, reason, extra=about(call_id))
         self._is_refusing = True
 
     def _tell(self, file: JournalFile, job: Told, room: int, batch: _Batch) -> int:

@@ -53,6 +53,11 @@ class JsonFormatter(logging.Formatter):
         return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def about(request_id: str) -> dict[str, dict[str, object]]:
+    """The `extra` of a line that tells of a request."""
+    return {"fields": {"request_id": request_id}}
+
+
 def words(fields: Mapping[str, object]) -> str:
     """`a=1 b='two words'`: what is a name or a value is never in doubt."""
     return " ".join(f"{name}={_word(value)}" for name, value in fields.items())

@@ -17,6 +17,11 @@ def choice_id(call_id: str, index: int) -> str:
     return f"{call_id}{_CHOICE_MARK}{index}" if index else call_id
 
 
+def call_id_of(request_id: str) -> str:
+    """The public id, which all answers to a call share."""
+    return request_id.partition(_CHOICE_MARK)[0]
+
+
 class FinishReason(enum.Enum):
     """Why a request ended. Each accepted request ends exactly once."""
 
@@ -139,7 +144,7 @@ class Request:
     @property
     def call_id(self) -> str:
         """The public id, which all answers to a call share."""
-        return self.request_id.partition(_CHOICE_MARK)[0]
+        return call_id_of(self.request_id)
 
     @property
     def choice_index(self) -> int:

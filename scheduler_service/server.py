@@ -24,6 +24,7 @@ from .calls import Call, Generation
 from .engine_types import EngineConfig
 from .errors import InvalidArgumentError, SlotwiseError, SlowReaderError
 from .journal import RecordedCall
+from .logs import about
 from .metrics import Metrics
 from .service import Accepting, InferenceService
 from .status import CallContext, to_status
@@ -332,7 +333,8 @@ async def resume_calls(service: InferenceService, recorded: Sequence[RecordedCal
         try:
             await service.resume(one, messages.recorded_call(one.record))
         except (SlotwiseError, DecodeError) as error:
-            log.warning("request %r is given up: %s", one.record.call_id, error)
+            call_id = one.record.call_id
+            log.warning("request %r is given up: %s", call_id, error, extra=about(call_id))
             if service.survival.journal is not None:
                 service.survival.journal.forget(one.record.call_id)
     if recorded:

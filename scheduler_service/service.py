@@ -32,6 +32,7 @@ from .errors import (
 from .generate_call import ChatInput, GenerateCall
 from .journal import Journal, RecordedCall
 from .json_file import ModelFilesError
+from .logs import about
 from .model_files import ModelInfo, front_hash, read_model_info
 from .prompts import PromptReader
 from .record import CallRecord, JournalState, Setup
@@ -337,7 +338,8 @@ class InferenceService:
                 await _follow(request)
             self.engine.resume(requests, known.stream)
         except SlotwiseError as error:
-            log.warning("request %r cannot go on: %s", known.call_id, error)
+            call_id = known.call_id
+            log.warning("request %r cannot go on: %s", call_id, error, extra=about(call_id))
             now_ns = self.engine.now_ns()
             for request in requests:
                 end = replace(failed_event(request, now_ns, str(error)), status="UNAVAILABLE")
