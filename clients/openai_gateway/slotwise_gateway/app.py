@@ -184,7 +184,8 @@ def _json(value: object) -> Response:
 
 async def _tell(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    request.state.outcome.error = error.message
+    outcome: Outcome = request.state.outcome
+    outcome.error, outcome.param = error.message, error.param
     return _response(error)
 
 

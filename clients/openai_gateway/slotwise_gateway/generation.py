@@ -73,6 +73,7 @@ class Generation:
             job = await self._job(body, info)
             run = Run(gateway.upstream, client, job, request_id)
             outcome.user, outcome.num_prompts = job.user, len(job.prompts)
+            outcome.is_streamed = job.looks.streams
             try:
                 await self._serve(
                     run, job, self._envelope(request_id, info), outcome, receive, send
@@ -110,7 +111,7 @@ class Generation:
     ) -> None:
         gateway = self._gateway
         gateway.add(run)
-        watch = asyncio.create_task(_end_with_client(receive, run))
+        watch = asyncio.create_task(_end_with_client(receive, run, outcome))
         try:
             echoes = await run.echoes() if job.looks.echo else []
             if job.looks.streams:
@@ -302,7 +303,8 @@ def _raise_why(run: Run) -> None:
         raise run.error
 
 
-async def _end_with_client(receive: Receive, run: Run) -> None:
+async def _end_with_client(receive: Receive, run: Run, outcome: Outcome) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    outcome.is_client_gone = True
     run.end()

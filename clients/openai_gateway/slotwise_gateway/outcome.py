@@ -12,6 +12,9 @@ from slotwise_client import Delta, Event, Finished
 
 # Lines of refused requests in a second; a flood of them must not fill a disk.
 MAX_REFUSALS: Final = 20
+# Their words may quote what was sent, which is in no log; the client has them.
+QUOTING: Final = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+MAX_PARAM: Final = 100
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +27,16 @@ class Outcome:
     began_at: float = field(default_factory=time.monotonic)
     user: str | None = None
     num_prompts: int = 0
+    is_streamed: bool = False
     # The server has taken it.
     first_token_s: float | None = None
     finishes: list[Finished] = field(default_factory=list)
-    # Why it was refused, or has failed.
+    # The client left before the end.
+    is_client_gone: bool = False
+    # Why it was refused, or has failed; may quote the body.
     error: str = ""
+    # The field that is at fault.
+    param: str | None = None
 
     def note(self, event: Event) -> None:
         """Told of each event of the answer."""
@@ -48,14 +56,18 @@ class Outcome:
             "duration_ms": _ms(time.monotonic() - self.began_at),
         }
         if self.num_prompts:
-            told["prompts"] = self.num_prompts
+            told["prompts"], told["streamed"] = self.num_prompts, self.is_streamed
         if self.user:
             told["user"] = self.user
         if self.first_token_s is not None:
             told["ttft_ms"] = _ms(self.first_token_s)
         if self.finishes:
             told |= _usage(self.finishes)
-        if self.error:
+        if self.is_client_gone:
+            told["client_gone"] = True
+        if self.param is not None:
+            told["param"] = self.param[:MAX_PARAM]
+        if self.error and status not in QUOTING:
             told["error"] = self.error
         return told
 
