@@ -196,7 +196,7 @@ async def _measure(
 
     One client sends them all: a service keeps its channel too.
     """
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, reconnect=False) as client:
         for count in (1, max(plan.concurrency)):
             await run_once(client, plan.work.prompts(model, count, seed=0), 2)
         for repeat in group.rounds:

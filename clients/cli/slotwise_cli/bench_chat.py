@@ -148,7 +148,7 @@ async def _measure(address: str, model: ModelInfo, plan: Plan, report: Report) -
     rounds: list[tuple[int, Round]] = []
     repeated: list[Repeated] = []
     copied: list[Copied] = []
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, reconnect=False) as client:
         bench = ChatBench(client, model, report)
         first = plan.talk.system_tokens + plan.talk.turn_tokens if plan.conversations else 0
         for tokens in {first, plan.repeat_prompt, plan.busy_copy} - {0}:

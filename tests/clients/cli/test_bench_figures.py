@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from slotwise_cli.arrivals import (
 from slotwise_cli.figures import Figure, interval
 from slotwise_cli.latency import Timeline, latencies
 from slotwise_cli.output import CliError
+from slotwise_cli.server_groups import groups_of, measure_groups
 
 TWO = Lengths(16, 256)
 
@@ -194,3 +197,100 @@ def test_a_result_that_finds_no_room_is_kept_elsewhere(monkeypatch, tmp_path, ca
     with pytest.raises(CliError, match="on stdout"):
         bench_files.write_json_file(tmp_path / "a.json", {"a": 1})
     assert json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_the_spread_holds_from_server_to_server():
+    # Medians of the servers: 100, 104, 102; their mean 102, deviation 2, t 4.303.
+    figure = Figure("ms", "lower", (99.0, 101.0, 104.0, 104.0, 102.0), (0, 0, 1, 1, 2))
+    half = 4.303 * 2 / math.sqrt(3)
+    assert figure.spread == pytest.approx((102 - half, 102 + half))
+    # The median and 3 % of it.
+    assert Figure("ms", "lower", (100.0, 100.0), (0, 1)).spread == (97.0, 103.0)
+    # One server: its rounds.
+    assert Figure("ms", "lower", (80.0, 100.0, 130.0)).spread == (80.0, 130.0)
+    # No time is below zero.
+    assert Figure("ms", "lower", (0.1, 50.0), (0, 1)).spread[0] == 0
+    assert Figure.read(figure.as_json()) == figure
+
+
+def test_two_runs_that_differ_by_less_than_their_servers_are_the_same():
+    before, after = (
+        Figure("ms", "lower", rounds, (0, 0, 1, 1, 2, 2)).as_json()
+        for rounds in ((10.0, 10.1, 11.0, 11.1, 12.0, 12.1), (12.5, 12.6, 13.0, 13.1, 13.5, 13.6))
+    )
+    one = compare.compare_figures({"figures": {"x": before}}, {"figures": {"x": after}})[0]
+    assert one.verdict == "same"
+    for figure in (before, after):
+        del figure["servers"]
+    one = compare.compare_figures({"figures": {"x": before}}, {"figures": {"x": after}})[0]
+    assert one.verdict == "worse"
+
+
+@pytest.mark.parametrize(
+    ("repeats", "servers", "sizes"), [(6, 3, [2, 2, 2]), (5, 3, [1, 2, 2]), (2, 3, [1, 1])]
+)
+def test_rounds_are_shared_among_servers(repeats, servers, sizes):
+    groups = groups_of(repeats, servers)
+    assert [len(group.rounds) for group in groups] == sizes
+    assert [number for group in groups for number in group.rounds] == list(range(repeats))
+
+
+def test_a_server_that_does_not_start_again_leaves_the_rounds_before():
+    begun: list[int] = []
+
+    @contextlib.contextmanager
+    def start():
+        if begun:
+            raise CliError("no port")
+        yield "here"
+
+    def measure(address, group):
+        begun.append(group.server)
+
+    ended = measure_groups(groups_of(3, 3), start, measure)
+    assert begun == [0]
+    assert isinstance(ended, CliError)
+    with pytest.raises(CliError, match="no port"):
+        measure_groups(groups_of(1, 1), start, measure)
+
+
+def test_results_are_joined_into_one_page(slotwise, write, tmp_path):
+    pytest.importorskip("matplotlib")
+    kinds = [write(f"{name}.json", result(name, x=("lower", (1.0, 2.0)))) for name in ("aa", "bb")]
+    for path in kinds:
+        whole = json.loads(Path(path).read_text())
+        whole["setup"] |= {"device": "cpu", "weight_dtype": "float32", "tp": 1}
+        Path(path).write_text(json.dumps(whole))
+    page = tmp_path / "all.html"
+    done = slotwise("bench", "report", *kinds, "--report", str(page))
+    assert done.code == 0, done.err
+    text = page.read_text()
+    assert text.index("<h2>aa</h2>") < text.index("<h2>bb</h2>")
+    assert text.count("data:image/png") == 2
+    assert slotwise("bench", "report", *kinds).code == 2
+
+
+def test_a_disk_that_fills_up_leaves_the_result_elsewhere(slotwise, write, monkeypatch, tmp_path):
+    figures = {f"x{number}": ("lower", (1.0, 2.0)) for number in range(200)}
+    a = write("a.json", result(**figures))
+    monkeypatch.setattr(bench_files.tempfile, "tempdir", str(tmp_path))
+    with small_disk(tmp_path / "disk", 16 << 10) as disk:
+        done = slotwise("bench", "compare", a, a, "--json-file", str(disk / "c.json"))
+        assert list(disk.iterdir()) == []
+    assert done.code == 1
+    assert "No space left on device; the result is in" in done.err
+    kept = json.loads(Path(done.err.split()[-1]).read_text())
+    assert len(kept["figures"]) == 200
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small file system: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
