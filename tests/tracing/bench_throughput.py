@@ -14,11 +14,12 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tracing.collector import PARENT, collecting
+
 from slotwise_cli.demo_model import ensure_demo_model
 from slotwise_cli.measure import Work, run_once
 from slotwise_cli.server_process import running_server
 from slotwise_client import AsyncClient
-from tracing.collector import PARENT, collecting
 
 
 async def measure(address: str, concurrency: int, num_tokens: int, repeats: int) -> list[float]:
