@@ -1,3 +1,8 @@
+"""Figures and files of benchmarks; of docs/benchmarks.md this, with results made here:
+
+slotwise bench report ladder.json arrivals.json --report all.html
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -256,7 +261,9 @@ def test_a_server_that_does_not_start_again_leaves_the_rounds_before():
 
 def test_results_are_joined_into_one_page(slotwise, write, tmp_path):
     pytest.importorskip("matplotlib")
-    kinds = [write(f"{name}.json", result(name, x=("lower", (1.0, 2.0)))) for name in ("aa", "bb")]
+    kinds = [
+        write(f"{name}.json", result(name, x=("lower", (1.0, 2.0)))) for name in ("one", "two")
+    ]
     for path in kinds:
         whole = json.loads(Path(path).read_text())
         whole["setup"] |= {"device": "cpu", "weight_dtype": "float32", "tp": 1}
@@ -265,7 +272,7 @@ def test_results_are_joined_into_one_page(slotwise, write, tmp_path):
     done = slotwise("bench", "report", *kinds, "--report", str(page))
     assert done.code == 0, done.err
     text = page.read_text()
-    assert text.index("<h2>aa</h2>") < text.index("<h2>bb</h2>")
+    assert text.index("<h2>one</h2>") < text.index("<h2>two</h2>")
     assert text.count("data:image/png") == 2
     assert slotwise("bench", "report", *kinds).code == 2
 
