@@ -89,10 +89,12 @@ class RequestSpan:
             self.ids["span_id"] = f"{context.span_id:016x}"
 
     def end(self, method: str, route: str, status: int, message: str) -> None:
-        """`message`: why it has failed, if it has."""
+        """`message`: why it has failed, if it has; it may quote the body where the caller is at
+        fault, and is not told then."""
         self._span.update_name(f"{method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
-        if message or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        is_refused = HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or (message and not is_refused):
             self._span.set_status(StatusCode.ERROR, message)
         self._span.end()
 
