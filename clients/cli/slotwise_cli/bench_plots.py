@@ -21,7 +21,7 @@ def plot_arrivals(result: Mapping[str, Any]) -> bytes:
         if limit is not None:
             axis.axhline(limit, color=_GRAY, linestyle="--", label="objective")
         axis.set_ylabel(f"{name}, ms")
-        axis.set_yscale("log")
+        _log(axis)
     _curve(good, points, "goodput", "good requests", _STYLES[0])
     rates = [point["rate"] for point in points]
     good.plot(rates, rates, color=_GRAY, linestyle=":", label="as many as come")
@@ -31,7 +31,7 @@ def plot_arrivals(result: Mapping[str, Any]) -> bytes:
         axis.set_xlabel("requests/s that come")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False)
+            _legend(axis)
     return _png(figure)
 
 
@@ -46,7 +46,7 @@ def plot_interleave(result: Mapping[str, Any]) -> bytes:
     axis.set_ylabel("gap between tokens, ms")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    _legend(axis)
     return _png(figure)
 
 
@@ -65,11 +65,26 @@ def plot_figures(result: Mapping[str, Any]) -> bytes:
     return _png(figure)
 
 
+def _legend(axis: Any) -> None:
+    """Beside the points, never over them."""
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _log(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 of each decade, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
 def _figure(rows: int, title: str) -> tuple[Any, Any]:
     # Figure, unlike pyplot, needs no display and keeps no global state.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 1.5 + 2.6 * rows), layout="constrained")
+    figure = Figure(figsize=(8, 1.5 + 2.6 * rows), layout="constrained")
     axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
     axes[0].set_title(title, fontsize=10)
     return figure, axes

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Told apart by those who see no red or green too (Okabe and Ito).
-_OWN, _LIMIT = "#0072B2", "#999999"
+_OWN, _OTHER, _LIMIT = "#0072B2", "#D55E00", "#999999"
 
 
 def plot_ladder(result: Mapping[str, Any]) -> bytes:
@@ -14,7 +14,7 @@ def plot_ladder(result: Mapping[str, Any]) -> bytes:
     counts = [level["concurrency"] for level in levels]
     figure, (speed, ratio) = _figure(2, f"{_title(result)}, {result['prompt_tokens']} prompt")
     _curve(speed, counts, [level["decode_tokens_per_s"] for level in levels], "decode")
-    _curve(speed, counts, [level["tokens_per_s"] for level in levels], "with prefill", dashed=True)
+    _curve(speed, counts, [level["tokens_per_s"] for level in levels], "with prefill", _OTHER, True)
     if "limit_tokens_per_s" in levels[0]:
         limits = [level["limit_tokens_per_s"] for level in levels]
         speed.plot(counts, limits, color=_LIMIT, label="limit by memory bandwidth")
@@ -76,7 +76,7 @@ def _curve(
     middle = [spread["median"] for spread in spreads]
     below = [spread["median"] - spread["min"] for spread in spreads]
     above = [spread["max"] - spread["median"] for spread in spreads]
-    style = "o--" if dashed else "o-"
+    style = "s--" if dashed else "o-"
     axis.errorbar(at, middle, [below, above], fmt=style, color=color, capsize=3, label=label)
 
 
