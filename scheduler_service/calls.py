@@ -401,6 +401,8 @@ def _tell_end(call: Call) -> None:
     }
     if statuses := {end.status for end in ends if end.status}:
         fields["status"] = ",".join(sorted(statuses))
+    if call.record.client:
+        fields["client"] = call.record.client
     ids = {} if call.trace is None else call.trace.ids
     _log.info("ended: %s", words(fields), extra={"fields": {**fields, **ids}})
 

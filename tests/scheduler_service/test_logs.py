@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from scheduler_service import logs as scheduler_logs
+from scheduler_service.calls import _tell_end
 from scheduler_service.logs import JsonFormatter, TextFormatter, words
+from scheduler_service.request import FinishedEvent, FinishReason
 from slotwise_gateway import logs as gateway_logs
 
 # Each ends a line for some reader, or begins a command to a terminal.
@@ -88,3 +91,16 @@ def test_the_words_of_an_exception_forge_no_line(logs):
     assert others
     assert all(line.startswith("  ") for line in others)
     assert json.loads(logs.JsonFormatter().format(made))["exception"].endswith("all is lost")
+
+
+@pytest.mark.parametrize("client", ["", "ann"])
+def test_the_line_of_an_end_names_the_client_where_tokens_tell(caplog, client):
+    caplog.set_level(logging.INFO)
+    end = FinishedEvent("r", FinishReason.LENGTH, 3, 4, 1_000_000, 2_000_000, 3_000_000, 3_000_000)
+    log, record_of = SimpleNamespace(end=end), SimpleNamespace(client=client)
+    call = SimpleNamespace(call_id="r", record=record_of, logs=lambda: [log], trace=None)
+    _tell_end(call)
+    [told] = caplog.records
+    assert told.fields.get("client", "") == client
+    assert (f"client={client}" in told.message) == bool(client)
+    assert told.fields["decode_ms"] == 3.0
