@@ -27,6 +27,7 @@ from .bench_metrics import metrics
 from .bench_report import join
 from .bench_result import common_form, end_with
 from .bench_steps import steps
+from .bench_traces import traces
 from .compare import compare
 from .figures import Better, Figure
 from .helper_process import run_json
@@ -67,6 +68,7 @@ bench.command()(kernels)
 bench.command()(chat)
 bench.command()(journal)
 bench.command()(metrics)
+bench.command()(traces)
 bench.command()(gateway)
 
 

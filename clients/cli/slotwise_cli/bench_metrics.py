@@ -4,18 +4,16 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from slotwise_client import AsyncClient, ModelInfo, ServerInfo
 
 from .bench_files import JsonFileOption, ModelOption, check_files, write_json_file
-from .measure import Run, Spread, Work, run_once, summary
+from .measure import Run, Work, run_once, summary
 from .output import Output, Report
 from .serve import (
     DeviceOption,
@@ -27,6 +25,7 @@ from .serve import (
     server_flags,
 )
 from .server_process import running_server
+from .turns import cost, speed_table
 
 READ, UNREAD = "metrics are read", "not read"
 
@@ -81,7 +80,7 @@ def metrics(
         **{name: summary(runs) for name, runs in measured.runs.items()},
         "num_readings": len(measured.readings_s),
         "reading_ms_p50": statistics.median(measured.readings_s) * 1e3,
-        "cost_percent": asdict(_cost(speeds[UNREAD], speeds[READ])),
+        "cost_percent": asdict(cost(speeds[UNREAD], speeds[READ])),
     }
     write_json_file(json_file, result)
     if as_json:
@@ -139,34 +138,16 @@ async def _reading(
             await task
 
 
-def _cost(unread: Sequence[float], read: Sequence[float]) -> Spread:
-    """Percent of tokens/s that reading costs, over rounds that were neighbours."""
-    return Spread.of([100 * (1 - mine / other) for other, mine in zip(unread, read, strict=True)])
-
-
 def _show(result: dict[str, Any], output: Output) -> None:
-    table = Table(box=SIMPLE_HEAD)
-    for title in ("", "tok/s", "spread", "TTFT ms", "TTFT p90 ms"):
-        table.add_column(title, justify="right" if title else "left")
-    for name in (UNREAD, READ):
-        row = result[name]
-        speed = Spread(**row["tokens_per_s"])
-        table.add_row(
-            name,
-            f"{speed.median:.1f}",
-            f"{speed.min:.1f} to {speed.max:.1f}",
-            f"{row['ttft_ms_p50']:.2f}",
-            f"{row['ttft_ms_p90']:.2f}",
-        )
-    cost = result["cost_percent"]
+    spent = result["cost_percent"]
     output.line(
         f"{result['model']} on {result['device']}: {result['concurrency']} requests of "
         f"{result['prompt_tokens']} + {result['new_tokens']} tokens, {result['repeats']} rounds "
         f"by turns; {result['num_readings']} readings, one each {result['every_s']:g} s, "
         f"{result['reading_ms_p50']:.1f} ms each (median)"
     )
-    output.table(table)
+    output.table(speed_table({name: result[name] for name in (UNREAD, READ)}))
     output.line(
-        f"Reading costs {cost['median']:.2f} % (single rounds {cost['min']:.2f} to "
-        f"{cost['max']:.2f} %)."
+        f"Reading costs {spent['median']:.2f} % (single rounds {spent['min']:.2f} to "
+        f"{spent['max']:.2f} %)."
     )

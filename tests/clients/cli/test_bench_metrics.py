@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from checkpoints import make_checkpoint
 from slotwise_cli.__main__ import build_app
-from slotwise_cli.bench_metrics import _cost
+from slotwise_cli.turns import cost
 
 
 def test_rounds_with_readings_and_without(tmp_path):
@@ -28,5 +28,5 @@ def test_rounds_with_readings_and_without(tmp_path):
 
 
 def test_the_cost_is_of_neighbouring_rounds():
-    cost = _cost([100.0, 100.0, 10.0], [99.0, 97.0, 10.5])
-    assert (cost.median, cost.min, cost.max) == pytest.approx((1.0, -5.0, 3.0))
+    spent = cost([100.0, 100.0, 10.0], [99.0, 97.0, 10.5])
+    assert (spent.median, spent.min, spent.max) == pytest.approx((1.0, -5.0, 3.0))
