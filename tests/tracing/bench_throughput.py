@@ -1,7 +1,7 @@
 """What traces cost of tokens/s: `python tests/tracing/bench_throughput.py`.
 
-Rounds of requests that are all sampled and rounds of none, by turns, on one server of the demo
-model with a collector in this process.
+Rounds of requests that are all sampled and rounds of none, by turns, on one server with a collector
+in this process.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder; else the demo model")
+    parser.add_argument("--device", default="auto")
     asked = parser.parse_args()
-    model = ensure_demo_model()
+    model = asked.model or ensure_demo_model()
     with collecting() as (collector, endpoint):
         flags = ["--otlp-endpoint", endpoint, "--num-slots", str(asked.concurrency)]
+        flags += ["--device", asked.device]
         with running_server(model, flags, lambda *_: None) as address:
             costs = asyncio.run(measure(address, asked.concurrency, asked.tokens, asked.repeats))
         low, _, high = quantiles(costs, n=4)
