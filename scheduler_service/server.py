@@ -200,10 +200,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _begin(
         self, request: pb.GenerateRequest, context: CallContext, *, is_whole: bool = False
     ) -> Generation:
-        with self._service.rejections.counted():
+        with self._service.rejections.counted(), self._refusals(request.request_id, context):
             call = messages.generate_call(request)
             accepting = self._accepting(messages.take_kept(request), context)
             return await self._service.begin(call, accepting, is_whole=is_whole)
+
+    def _refusals(
+        self, call_id: str, context: CallContext
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._tracer is None:
+            return contextlib.nullcontext()
+        return self._tracer.refusals(context.invocation_metadata() or (), call_id)
 
     def _accepting(self, kept: bytes, context: CallContext) -> Accepting:
         remaining_s = context.time_remaining()

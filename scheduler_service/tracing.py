@@ -20,6 +20,7 @@ from opentelemetry.trace import Link, Span, SpanKind, StatusCode, set_span_in_co
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from .engine_types import EngineState
+from .errors import SlotwiseError
 from .request import Event, FinishedEvent, FinishReason, Request
 from .step import PrefillChunk, Row, StepCommand, StepResult
 from .trace import Trace, TraceStart
@@ -28,8 +29,12 @@ from .trace import Trace, TraceStart
 _STOP_S = 1.0
 _EXPORT_S = 5.0
 # Of a request's steps: so many from its beginning have a span, and then each so-manieth.
-_MAX_FIRST_STEPS = 16
-_EACH_STEP = 32
+_MAX_FIRST_STEPS = 4
+_EACH_STEP = 64
+# Refusals that are no fault of the caller's.
+_OWN_REFUSALS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL")
+# What is refused may be an id without bounds.
+_MAX_ID_LEN = 256
 _FAILURES = (FinishReason.DEADLINE, FinishReason.ERROR)
 
 _log = logging.getLogger(__name__)
@@ -118,6 +123,29 @@ class Tracer:
             raise
         finally:
             span.end(self.now_ns())
+
+    @contextlib.contextmanager
+    def refusals(self, metadata: Iterable[tuple[str, str | bytes]], call_id: str) -> Iterator[None]:
+        """A span for the refusal that the block raises, if it does. It has no words of the error:
+        they may quote the request."""
+        begin_ns = self.now_ns()
+        try:
+            yield
+        except SlotwiseError as error:
+            span = self._tracer.start_span(
+                "slotwise.generate",
+                self._context(metadata),
+                kind=SpanKind.SERVER,
+                attributes={
+                    "gen_ai.request.id": call_id[:_MAX_ID_LEN],
+                    "slotwise.refusal": error.status,
+                },
+                start_time=begin_ns,
+            )
+            if error.status in _OWN_REFUSALS:
+                span.set_status(StatusCode.ERROR, error.status)
+            span.end(self.now_ns())
+            raise
 
     def _context(self, metadata: Iterable[tuple[str, str | bytes]]) -> Context:
         carrier = {key: value for key, value in metadata if isinstance(value, str)}

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 
+import grpc
 import pytest
 from free_ports import fixed_port
 from tracing.collector import PARENT, TIMEOUT_S, collecting, traceparent, values
@@ -122,8 +123,8 @@ def test_of_many_steps_some_are_left_out(traced):
     steps = [span for span in spans if span.name == "step"]
     check_steps(root, steps)
     num_steps = values(root)["slotwise.num_steps"]
-    assert num_steps > 32
-    assert len(steps) == 16 + (num_steps - 1) // 32
+    assert num_steps > 64
+    assert len(steps) == 4 + (num_steps - 1) // 64
 
 
 def test_a_prefix_that_is_there_is_an_event(traced):
@@ -154,6 +155,22 @@ def test_a_reader_that_attaches_has_a_span_with_a_link(traced):
     assert [(link.trace_id, link.span_id) for link in attach.links] == [
         (call.trace_id, call.span_id)
     ]
+
+
+def test_a_refused_request_has_a_span_with_its_status(traced):
+    server, collector = traced
+    trace_id = "f" * 32
+    asked = request("r" * 1_000, max_new_tokens=2)
+    with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+        run(server, asked, traceparent(trace_id))
+    span = collector.wait_for(lambda span: span.trace_id.hex() == trace_id)
+    assert (span.name, span.parent_span_id.hex()) == ("slotwise.generate", PARENT)
+    assert values(span) == {
+        "gen_ai.request.id": "r" * 256,
+        "slotwise.refusal": "INVALID_ARGUMENT",
+    }
+    # The caller's fault is no error of a server; its words are not told.
+    assert (span.status.code, span.status.message) == (0, "")
 
 
 def test_who_does_not_sample_is_not_traced(traced):
