@@ -58,8 +58,12 @@ def read_result(path: Path) -> dict[str, Any]:
     """A result of this schema; CliError says what it is otherwise."""
     try:
         result = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CliError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CliError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CliError(
+            f"{path} is no JSON; give files that slotwise bench wrote with --json-file"
+        ) from error
     schema = result.get("schema") if isinstance(result, dict) else None
     if schema != SCHEMA or not isinstance(result.get("figures"), dict):
         raise CliError(f"{path} is no result of the schema {SCHEMA}: it says {schema!r}")

@@ -18,6 +18,9 @@ from .simulation import ROUTINGS, Fleet, Objective, Outcome, Simulation, Workloa
 from .simulation_plot import plot_simulation
 
 AUTO = "auto"
+# An hour's work, and some GB.
+_MAX_REQUESTS = 100_000_000
+_MAX_SLOTS = 10_000_000
 # Of the rate that is found: its bounds are this near.
 _PRECISION = 0.02
 _COLUMNS = (
@@ -85,7 +88,7 @@ def simulate(
         times=read_ladder(ladder) if ladder else ServiceTimes(),
         num_replicas=replicas,
         max_running=max_running,
-        num_slots=_slots(num_slots, max_running),
+        num_slots=_slots(num_slots, max_running, replicas),
         max_queue_len=max_queue_len,
         load_bound=load_bound,
         mtbf_s=math.inf if mtbf_hours is None else mtbf_hours * 3600,
@@ -105,11 +108,13 @@ def simulate(
         is_varied=not equal_lengths,
     )
     objective = Objective(slo_ttft_ms / 1e3, slo_tpot_ms / 1e3)
+    rates = [] if rate == AUTO else _rates(rate)
+    _check_size(max(rates, default=0.0), workload)
     points: list[dict[str, Any]] = []
     with output.progress() as report:
         for name in _routings(routing):
             planner = Planner(replace(fleet, routing=name), workload, objective, seed, report)
-            found = [planner.most(goodput)] if rate == AUTO else planner.at(_rates(rate))
+            found = [planner.most(goodput)] if rate == AUTO else planner.at(rates)
             points += [{"routing": name, "rate": r, **one.as_dict()} for r, one in found]
     described = {k: v for k, v in asdict(fleet).items() if k not in ("times", "routing")}
     # JSON knows no infinity.
@@ -174,12 +179,28 @@ class Planner:
         return Simulation(self._fleet, workload, self._seed).outcome(self._objective)
 
 
-def _slots(num_slots: int | None, max_running: int) -> int:
+def _slots(num_slots: int | None, max_running: int, replicas: int) -> int:
     if num_slots is None:
-        return 4 * max_running
+        num_slots = 4 * max_running
     if num_slots < max_running:
         raise CliError(f"--num-slots {num_slots} is below --max-running {max_running}", exit_code=2)
+    if num_slots * replicas > _MAX_SLOTS:
+        raise CliError(
+            f"{replicas} replicas of {num_slots} slots are {num_slots * replicas} slots; at most "
+            f"{_MAX_SLOTS:,} are simulated: give fewer --num-slots, --max-running or --replicas",
+            exit_code=2,
+        )
     return num_slots
+
+
+def _check_size(rate: float, workload: Workload) -> None:
+    seconds = workload.warm_up_s + workload.duration_s
+    if rate * seconds > _MAX_REQUESTS:
+        raise CliError(
+            f"--rate {rate:g} over {seconds:g} s is {rate * seconds:.3g} requests; at most "
+            f"{_MAX_REQUESTS:,} are simulated: give a lower --rate or a shorter --duration",
+            exit_code=2,
+        )
 
 
 def _routings(text: str) -> list[str]:

@@ -132,6 +132,9 @@ def test_an_objective_that_nobody_keeps(slotwise):
         (("--rate", "fast"), "1,2.5,4"),
         (("--rate", "0"), "1,2.5,4"),
         (("--num-slots", "8"), "--max-running 64"),
+        (("--rate", "1,1e300"), "--rate 1e+300 over 15 s"),
+        (("--num-slots", "99999999999999"), "2 replicas of 99999999999999 slots"),
+        (("--max-running", "9999999"), "2 replicas of 39999996 slots"),
     ],
 )
 def test_what_cannot_be_is_refused(slotwise, words, said):
