@@ -65,7 +65,7 @@ def load(uptime_s: float, **given) -> Load:
         "epoch": 1,
         "ranks": (RankLoad(0, "cuda:0", True, 40 * 10**9, 80 * 10**9),),
         "uptime_ns": round(uptime_s * 1e9),
-        "latencies": Latencies(ttft, *([NONE] * 6)),
+        "latencies": Latencies(ttft, *([NONE] * (len(dataclasses.fields(Latencies)) - 1))),
         "prefix_cache": cache,
         "requests": requests,
     }
