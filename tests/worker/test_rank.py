@@ -20,6 +20,7 @@ def test_how_long_the_device_was_idle_is_told(
 ) -> None:
     driver = Driver(make_checkpoint(tmp_path, "llama"), max_seq_len=32)
     monkeypatch.setattr(driver.executor.runner, "gaps_ns", lambda count: GAPS_NS)
+    caplog.clear()
     with caplog.at_level(logging.INFO, "worker.rank"):
         driver.rank.release()
         driver.rank.release()
@@ -30,6 +31,7 @@ def test_how_long_the_device_was_idle_is_told(
 
 def test_a_device_that_does_not_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(make_checkpoint(tmp_path, "llama"), max_seq_len=32)
+    caplog.clear()
     with caplog.at_level(logging.INFO, "worker.rank"):
         driver.rank.release()
     assert caplog.messages == []

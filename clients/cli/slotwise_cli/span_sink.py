@@ -1,12 +1,13 @@
 """A collector that only counts, in a process of its own so that it slows down nobody's threads."""
 
 import contextlib
-import multiprocessing
+import json
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,43 +21,41 @@ if TYPE_CHECKING:
 class SpanSink:
     """Its place, and what has come there so far."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
         self.endpoint: str = self._answer()
 
     def counts(self) -> Counter[str]:
         """How many spans of each name have come."""
-        self._pipe.send(None)
-        counts: Counter[str] = self._answer()
-        return counts
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        return Counter(self._answer())
 
     def _answer(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
             raise CliError(
                 "the benchmark's collector of spans did not start; it needs "
                 "pip install 'slotwise[trace]'"
-            ) from None
+            )
+        return json.loads(line)
 
 
 @contextlib.contextmanager
 def span_sink() -> Iterator[SpanSink]:
     """CliError when it does not start."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield SpanSink(ours)
-    finally:
-        # The process ends with the pipe.
-        ours.close()
-        process.join()
+    command = [sys.executable, "-m", "slotwise_cli.span_sink"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+    )
+    # It ends with its standard input, which the end of the block closes.
+    with process:
+        yield SpanSink(process)
 
 
-def _run(pipe: Connection) -> None:
+def main() -> None:
+    """Tells its endpoint, then the counts for each line of standard input, as lines of JSON."""
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
     counter = _SpanCounter()
@@ -64,11 +63,9 @@ def _run(pipe: Connection) -> None:
     otlp_grpc.add_TraceServiceServicer_to_server(counter, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        pipe.send(f"http://127.0.0.1:{port}")
-        while True:
-            pipe.recv()
-            pipe.send(counter.counts)
+    print(json.dumps(f"http://127.0.0.1:{port}"), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(counter.counts), flush=True)
     server.stop(None).wait()
 
 
@@ -86,3 +83,7 @@ class _SpanCounter:
         with self._lock:
             self.counts.update(span.name for scope in scopes for span in scope.spans)
         return otlp.ExportTraceServiceResponse()
+
+
+if __name__ == "__main__":
+    main()
