@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .request import FinishedEvent, Request, TokenEvent
+from .request import FinishedEvent, Request
 
 # Six bounds a decade, each at most 1.7 times the one before.
 _STEPS = (10, 15, 20, 30, 50, 70)
@@ -68,13 +67,12 @@ class Latencies:
     request_decode_time: Histogram = field(default_factory=_of_requests)
     request_inference_time: Histogram = field(default_factory=_of_requests)
 
-    def note_tokens(self, request: Request, events: Sequence[TokenEvent], now_ns: int) -> None:
-        """These are told now, in one; the request's own times are still those of before."""
-        num_tokens = sum(len(event.token_ids) for event in events)
+    def note_tokens(self, request: Request, first_index: int, num_tokens: int, now_ns: int) -> None:
+        """So many are told now, in one; the request's own times are still those of before."""
         last_ns = request.last_token_ns
         if last_ns is None:
             # A request that goes on from the journal had its first token in a former life.
-            if events[0].first_index:
+            if first_index:
                 return
             self.time_to_first_token.observe(now_ns - request.arrival_ns)
             num_tokens, last_ns = num_tokens - 1, now_ns

@@ -464,11 +464,13 @@ class Scheduler:
     ) -> Sequence[TokenEvent]:
         """These are told now."""
         if events:
-            self.counters.latencies.note_tokens(request, events, now_ns)
+            num_tokens = sum(len(event.token_ids) for event in events)
+            first_index = events[0].first_index
+            self.counters.latencies.note_tokens(request, first_index, num_tokens, now_ns)
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             request.last_token_ns = now_ns
-            self.counters.num_generated_tokens += sum(len(event.token_ids) for event in events)
+            self.counters.num_generated_tokens += num_tokens
         return events
 
     @staticmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from scheduler_service.latencies import Latencies, Sizes
 from scheduler_service.metrics import Metrics
-from scheduler_service.request import FinishedEvent, FinishReason, Request, Sampling, TokenEvent
+from scheduler_service.request import FinishedEvent, FinishReason, Request, Sampling
 
 NS = 1_000_000
 
@@ -30,9 +30,8 @@ def main() -> None:
     latencies, sizes = Latencies(), Sizes()
     request = Request("a", array("I", (1, 2, 3)), Sampling(0.0, 0, 1.0, 0.0, 7), 9, frozenset(), 0)
     request.first_token_ns = request.last_token_ns = 5 * NS
-    one = [TokenEvent("a", 1, (7,), ())]
     end = FinishedEvent("a", FinishReason.LENGTH, 512, 128, 4 * NS, 9 * NS, 12 * NS, 900 * NS)
-    token_ns = ns_each(lambda: latencies.note_tokens(request, one, 12 * NS), number)
+    token_ns = ns_each(lambda: latencies.note_tokens(request, 1, 1, 12 * NS), number)
     step_ns = ns_each(lambda: sizes.note_step(0, 8, 1), number)
     end_ns = ns_each(lambda: (latencies.note_end(end, 999 * NS), sizes.note_end(end)), number)
     print(f"a token: {token_ns:.0f} ns; a step: {step_ns:.0f} ns; a request's end: {end_ns:.0f} ns")

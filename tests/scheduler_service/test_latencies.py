@@ -6,7 +6,7 @@ import pytest
 from scheduler_driver import STEP_NS, Driver, make_limits, make_request
 
 from scheduler_service.latencies import Histogram, Latencies, bounds
-from scheduler_service.request import FinishReason, TokenEvent
+from scheduler_service.request import FinishReason
 
 
 def filled(histogram: Histogram) -> dict[int, int]:
@@ -35,20 +35,19 @@ def test_parts_fall_into_one_bucket_and_keep_the_sum():
 def test_the_first_tokens_and_those_after_it():
     request = make_request("r", arrival_ns=5_000_000)
     latencies = Latencies()
-    latencies.note_tokens(request, [TokenEvent("r", 0, (1, 2))], 25_000_000)
+    latencies.note_tokens(request, 0, 2, 25_000_000)
     assert filled(latencies.time_to_first_token) == {20_000_000: 1}
     # The second came with the first.
     assert filled(latencies.inter_token_latency) == {100_000: 1}
     request.last_token_ns = 25_000_000
-    events = [TokenEvent("r", 2, (3, 4)), TokenEvent("r", 4, (5,))]
-    latencies.note_tokens(request, events, 37_000_000)
+    latencies.note_tokens(request, 2, 3, 37_000_000)
     assert filled(latencies.inter_token_latency) == {100_000: 1, 5_000_000: 3}
     assert latencies.inter_token_latency.sum == 12_000_000
 
 
 def test_a_request_from_the_journal_has_no_first_token_here():
     latencies = Latencies()
-    latencies.note_tokens(make_request("r"), [TokenEvent("r", 7, (1,))], 1_000)
+    latencies.note_tokens(make_request("r"), 7, 1, 1_000)
     assert latencies == Latencies()
 
 
